@@ -1,0 +1,32 @@
+# make demo, make test: each does all its own set-up.
+PYTHON ?= python3
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+RUN := .venv/bin/
+
+.PHONY: setup demo test check figures clean
+.DELETE_ON_ERROR:
+
+setup: .venv/ready
+
+# Made again when what it installs changes.
+.venv/ready: pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "sparsevd needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[figures,test]"
+	@touch $@
+
+demo: setup
+	$(RUN)sparsevd train --model lenet-300-100 --data mnist --out runs/demo --resume
+
+check: setup
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+
+test: check
+	$(RUN)pytest
+
+clean:
+	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

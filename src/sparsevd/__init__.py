@@ -1,0 +1,25 @@
+"""Sparse Variational Dropout for any PyTorch network: learn which weights it does not need, and drop them."""
+
+from sparsevd.convert import prune, sparsify
+from sparsevd.errors import SparseVDError, SparseVDWarning
+from sparsevd.evaluate import elbo, evaluate
+from sparsevd.fit import FitConfig, fit, fit_dense
+from sparsevd.objective import elbo_loss, kl
+from sparsevd.summary import summary
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FitConfig",
+    "SparseVDError",
+    "SparseVDWarning",
+    "elbo",
+    "elbo_loss",
+    "evaluate",
+    "fit",
+    "fit_dense",
+    "kl",
+    "prune",
+    "sparsify",
+    "summary",
+]

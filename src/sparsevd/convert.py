@@ -1,0 +1,257 @@
+"""From a plain network to its Sparse VD twin and back.
+
+`sparsify` swaps modules and never patches methods; which types it knows is the registry `SPARSE_TYPES`, keyed by the
+exact type, because a subclass may use its weight in ways of its own. `plan` says beforehand what would happen.
+"""
+
+import copy
+import fnmatch
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
+from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, THRESHOLD, SparseLayer, checked_threshold
+
+logger = logging.getLogger("sparsevd")
+
+DROPOUT_TYPES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+# Parents that in eval mode hand the weights of their children to a fused operator and so never call the children.
+# Setting the attribute to the value given here keeps them to the ordinary way while a child is a Sparse VD layer.
+FAST_PATHS: dict[type[nn.Module], tuple[str, object]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+_BEFORE = "fast_path_before_sparsify"
+
+Selector = str | type[nn.Module]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `sparsify` does with a model: names of modules, and for what stays dense the reason."""
+
+    replaced: tuple[str, ...]
+    dropout_removed: tuple[str, ...]
+    skipped: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"to Sparse VD: {', '.join(self.replaced) or 'nothing'}"]
+        if self.dropout_removed:
+            lines.append(f"dropout removed: {', '.join(self.dropout_removed)}")
+        return "\n".join([*lines, *_reasons(self.skipped)])
+
+
+def plan(
+    model: nn.Module,
+    *,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] = (),
+    keep_dropout: bool = False,
+) -> Conversion:
+    """What `sparsify` would do with this model, without doing it. The arguments are those of `sparsify`."""
+    names: dict[nn.Module, list[str]] = defaultdict(list)  # a shared module has several names
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    included = {model} if include is None else _matches(names, include, "include")
+    excluded = _matches(names, exclude, "exclude")
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for module, (name, *_) in names.items():
+        for key, parameter in module.named_parameters(prefix=name, recurse=False):
+            owners[parameter].append(key)
+
+    replaced: list[str] = []
+    dropout_removed: list[str] = []
+    skipped: dict[str, str] = {}
+    for module, aliases in names.items():
+        if _is_below(aliases, names, excluded) or not _is_below(aliases, names, included):
+            continue
+        if type(module) in DROPOUT_TYPES:
+            if not keep_dropout:
+                dropout_removed += aliases
+        elif not isinstance(module, SparseLayer):
+            reason = _why_not(module, owners)
+            if reason:
+                skipped[aliases[0] or "(model)"] = reason
+            elif type(module) in SPARSE_TYPES:
+                replaced += aliases
+    return Conversion(tuple(replaced), tuple(dropout_removed), skipped)
+
+
+def sparsify(
+    model: nn.Module,
+    *,
+    include: Selector | Iterable[Selector] | None = None,
+    exclude: Selector | Iterable[Selector] = (),
+    keep_dropout: bool = False,
+    inplace: bool = False,
+    threshold: float = THRESHOLD,
+    initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
+) -> nn.Module:
+    """The Sparse VD twin of a network: every Linear and Conv layer gets a learned noise on each weight.
+
+        model = sparsevd.sparsify(dense)
+        model = sparsevd.sparsify(dense, exclude=["head", nn.Conv1d])
+
+    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Dropout modules become `nn.Identity`, as
+    the paper does, unless `keep_dropout`. What cannot be converted stays dense and is named, with the reason, in one
+    `SparseVDWarning`; `sparsevd.convert.plan` takes the same arguments and only tells.
+
+    Args:
+        model: any network; it is copied unless `inplace`.
+        include: convert only these: module names, which may hold wildcards as in `"encoder.*.fc?"`, or layer types.
+            A name stands for everything below it.
+        exclude: leave these as they are, by name or type.
+        keep_dropout: leave Dropout modules in place.
+        inplace: change the given model instead of a copy, for models too large to have twice.
+        threshold: weights of log α above it are zero in eval mode and after `prune`.
+        initial_log_sigma2: log σ² of every weight at the start.
+    """
+    conversion = plan(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
+    if not conversion.replaced:
+        raise ConversionError(
+            f"nothing to convert in {type(model).__name__}; Sparse VD knows "
+            f"{', '.join(plain.__name__ for plain in SPARSE_TYPES)} (exact types, selected by include and exclude)"
+            + "".join(f"\n{line}" for line in _reasons(conversion.skipped))
+        )
+    logger.info("%s", conversion)
+    if conversion.skipped:
+        warnings.warn("\n".join(_reasons(conversion.skipped)), SparseVDWarning, stacklevel=2)
+    if not inplace:
+        model = copy.deepcopy(model)
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name in conversion.replaced:
+        layer = model.get_submodule(name)
+        if layer not in swaps:
+            swaps[layer] = SPARSE_TYPES[type(layer)](layer, threshold=threshold, initial_log_sigma2=initial_log_sigma2)
+    for name in conversion.dropout_removed:
+        layer = model.get_submodule(name)
+        swaps[layer] = nn.Identity().train(layer.training)
+    model = _swap(model, swaps)
+    _leave_fast_paths(model)
+    return model
+
+
+def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = False) -> nn.Module:
+    """The plain torch network with exact zeros where log α exceeds the threshold, and the original state_dict keys.
+
+    Args:
+        model: a Sparse VD network; it is copied unless `inplace`.
+        threshold: overrides the threshold of every layer (3.0 unless `sparsify` was told otherwise); infinity keeps
+            every weight.
+        inplace: change the given model instead of a copy.
+    """
+    if threshold is not None:
+        checked_threshold(threshold)
+    if not inplace:
+        model = copy.deepcopy(model)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
+    if not layers:
+        raise ConversionError(f"no Sparse VD layer in {type(model).__name__}; call sparsevd.sparsify first")
+    swaps: dict[nn.Module, nn.Module] = {layer: layer.plain(threshold) for layer in layers.values()}
+    for name, layer in layers.items():
+        if not layer.weight.is_meta and not torch.any(cast(Tensor, swaps[layer].weight)):
+            warnings.warn(
+                f"layer {name or '(model)'} lost every one of its {layer.weight.numel():,} weights: "
+                "its output no longer depends on its input",
+                SparseVDWarning,
+                stacklevel=2,
+            )
+    model = _swap(model, swaps)
+    _restore_fast_paths(model)
+    return model
+
+
+def _reasons(skipped: dict[str, str]) -> list[str]:
+    return [f"left dense: {name}: {reason}" for name, reason in skipped.items()]
+
+
+def _matches(
+    names: dict[nn.Module, list[str]], selectors: Selector | Iterable[Selector], argument: str
+) -> set[nn.Module]:
+    """The modules that these names, wildcards and types select; a selector that selects nothing is a mistake."""
+    found: set[nn.Module] = set()
+    for selector in [selectors] if isinstance(selectors, str | type) else selectors:
+        if isinstance(selector, str):
+            hits = {m for m, aliases in names.items() if any(fnmatch.fnmatchcase(a, selector) for a in aliases)}
+        else:
+            hits = {m for m in names if isinstance(m, selector)}
+        if not hits:
+            known = [a for m, aliases in names.items() if type(m) in SPARSE_TYPES for a in aliases]
+            raise ArgumentError(f"{argument}={selector!r} selects no module; the layers are {', '.join(known)}")
+        found |= hits
+    return found
+
+
+def _is_below(aliases: list[str], names: dict[nn.Module, list[str]], selected: set[nn.Module]) -> bool:
+    """Whether a module, or under any of its names a module above it, is selected."""
+    roots = {alias for module in selected for alias in names[module]}
+    return any(not root or alias == root or alias.startswith(f"{root}.") for alias in aliases for root in roots)
+
+
+def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
+    """Why a module with weights of its own cannot be converted, or an empty string."""
+    own = dict(module.named_parameters(recurse=False))
+    reasons = []
+    if type(module) in SPARSE_TYPES:
+        tied = [key for p in own.values() for key in owners[p]] if any(len(owners[p]) > 1 for p in own.values()) else []
+        if tied:
+            reasons.append(f"tied parameters ({' = '.join(tied)}): pruning one would change the other")
+        elif "weight" not in own:
+            reasons.append("its weight is made by a hook (weight_norm, torch's own pruning); remove that first")
+        elif module._forward_hooks or module._forward_pre_hooks:
+            reasons.append("it has forward hooks, which a swap would lose; register them after sparsify")
+    else:
+        matrices = [name for name, p in own.items() if is_lazy(p) or p.ndim >= 2]
+        parents = [plain.__name__ for plain in SPARSE_TYPES if isinstance(module, plain)]
+        if any(is_lazy(p) for p in own.values()):
+            reasons.append(f"{type(module).__name__} has no weights yet; run the model once first")
+        elif matrices and parents:
+            reasons.append(
+                f"{type(module).__name__} is a subclass of {parents[0]}, whose weight may be read in other ways "
+                "(MultiheadAttention reads its out_proj.weight directly)"
+            )
+        elif matrices:
+            reasons.append(f"{type(module).__name__} has no Sparse VD twin for {', '.join(matrices)}")
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
+        reasons.append(f"its functional dropout of {module.dropout} stays active in training")
+    return "; ".join(reasons)
+
+
+def _swap(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put every replacement in all the places where its original stands; the model itself may be one."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in swaps:
+                module._modules[name] = swaps[child]
+    return swaps.get(model, model)
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    for module in model.modules():
+        for kind, (attribute, off) in FAST_PATHS.items():
+            if isinstance(module, kind) and any(isinstance(child, SparseLayer) for child in module.modules()):
+                module.__dict__.setdefault(_BEFORE, getattr(module, attribute))
+                setattr(module, attribute, off)
+
+
+def _restore_fast_paths(model: nn.Module) -> None:
+    for module in model.modules():
+        for kind, (attribute, _) in FAST_PATHS.items():
+            if isinstance(module, kind) and _BEFORE in module.__dict__:
+                setattr(module, attribute, module.__dict__.pop(_BEFORE))

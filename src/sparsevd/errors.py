@@ -1,0 +1,29 @@
+"""The errors a user can cause. Each says what happened, with which value, and what to do."""
+
+
+class SparseVDError(Exception):
+    """The parent of every error that this package raises on purpose."""
+
+
+class ArgumentError(SparseVDError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class ConversionError(SparseVDError, ValueError):
+    """There is nothing to sparsify, prune or sum up in this model."""
+
+
+class DataError(SparseVDError):
+    """A data set could not be found, fetched or read."""
+
+
+class CheckpointError(SparseVDError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class DivergenceError(SparseVDError, ArithmeticError):
+    """The loss or a gradient is no longer a finite number."""
+
+
+class SparseVDWarning(UserWarning):
+    """Something the user should know of: a layer left dense, a layer that lost every weight."""

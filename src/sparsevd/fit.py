@@ -1,0 +1,302 @@
+"""The training loop: Adam on the variational bound, with KL warm-up, a rate that falls to zero, and exact resume.
+
+Read `_fit` from top to bottom. All randomness of an epoch comes from (seed, epoch), so a checkpoint between epochs
+needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and the number of batches already seen.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsevd import progress as progress_
+from sparsevd.batches import Data, batches, checked, size
+from sparsevd.errors import ArgumentError, DivergenceError
+from sparsevd.evaluate import Loss, evaluate, wrong
+from sparsevd.layers import SparseLayer
+from sparsevd.objective import elbo_loss, kl, sparse_layers, warm_up
+from sparsevd.run_folder import EpochMetrics, RunFolder, State
+from sparsevd.summary import summary
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """The recipe. Only `epochs` needs a thought: the schedules are parts of the run.
+
+    Adam's |step| sets how small a useless weight can become, so most of the sparsity appears as the rate goes to zero;
+    log σ² follows slowly, at its own rate, so that no weight is given up before it was tried.
+    """
+
+    epochs: int = 40
+    batch_size: int = 100
+    learning_rate: float = 4e-3  # falls linearly to zero over the run
+    log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
+    warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
+    warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name}={value!r} must be a positive integer")
+        for name in ("learning_rate", "log_sigma2_lr_ratio"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ArgumentError(f"{name}={value!r} must be a positive number")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise ArgumentError(f"seed={self.seed!r} must be an integer from 0 to 2³¹ − 1")
+        warm_up(self.warm_up_start, self.warm_up_end)
+
+
+def fit(
+    model: nn.Module,
+    train: Data,
+    val: Data | None = None,
+    config: FitConfig | None = None,
+    *,
+    loss: Loss = F.cross_entropy,
+    n_train: int | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> list[EpochMetrics]:
+    """Train a Sparse VD network in place, and return the metrics of every epoch.
+
+        history = sparsevd.fit(model, (x, y), (x_val, y_val), sparsevd.FitConfig(epochs=40))
+
+    Args:
+        model: the result of `sparsevd.sparsify`.
+        train: a pair of tensors (x, y), a Dataset, or a DataLoader (which keeps its own batch size and order).
+        val: data to watch, in the same forms, or None.
+        config: the recipe; its defaults are good ones.
+        loss: mean negative log-likelihood of a batch, cross-entropy unless given.
+        n_train: N, where the data cannot say it (an iterable of unknown length).
+        run_dir: a folder for checkpoint.safetensors and metrics.jsonl, written after each epoch.
+        resume: go on from the checkpoint in run_dir, if there is one, to the very result of an unbroken run.
+        progress: show a bar on a terminal, or a line per epoch elsewhere.
+    """
+    sparse_layers(model)  # says so if there are none
+    return _fit(model, train, val, config or FitConfig(), loss, n_train, run_dir, resume, progress)
+
+
+def fit_dense(
+    model: nn.Module,
+    train: Data,
+    val: Data | None = None,
+    config: FitConfig | None = None,
+    *,
+    loss: Loss = F.cross_entropy,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> list[EpochMetrics]:
+    """The same loop on the plain likelihood, for a pre-trained start or a dense baseline. Arguments as for `fit`."""
+    if any(isinstance(module, SparseLayer) for module in model.modules()):
+        raise ArgumentError("fit_dense trains a plain network; this one has Sparse VD layers, which fit trains")
+    return _fit(model, train, val, config or FitConfig(), loss, 1, run_dir, resume, progress)
+
+
+def _fit(
+    model: nn.Module,
+    train: Data,
+    val: Data | None,
+    config: FitConfig,
+    loss: Loss,
+    n_train: int | None,
+    run_dir: str | Path | None,
+    resume: bool,
+    show_progress: bool,
+) -> list[EpochMetrics]:
+    train = checked(train, "train")
+    val = checked(val, "val") if val is not None else None
+    sparse = any(isinstance(module, SparseLayer) for module in model.modules())
+    n = _number_of_examples(train, n_train) if sparse else size(train, "train")
+    device = next(model.parameters()).device
+    optimizer = _optimizer(model, config)
+    beta_at = warm_up(config.warm_up_start, config.warm_up_end)
+    folder = RunFolder(run_dir, {**asdict(config), "n_train": n})
+    state, rng = folder.restore(model, optimizer) if resume else (State(), None)
+    if not resume:
+        folder.refuse_to_overwrite()
+
+    with (
+        progress_.choose(show_progress) as progress,
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        _interruptible() as interrupt,
+    ):
+        while state.epoch < config.epochs:
+            begun = time.monotonic() - state.seconds
+            torch.manual_seed(config.seed * 1_000_003 + state.epoch)
+            model.train()
+            remaining = islice(batches(train, config.batch_size, shuffle=True), state.batch, None)
+            for i, (x, y) in enumerate(remaining):
+                if i == 0 and rng is not None:
+                    torch.set_rng_state(rng)  # the generator is where the interrupted epoch left it
+                    rng = None
+                x, y = x.to(device), y.to(device)
+                done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
+                beta = beta_at(done)
+                _set_learning_rate(optimizer, 1 - done)
+
+                output = model(x)
+                nll = loss(output, y)
+                objective = elbo_loss(nll, model, n_train=n, beta=beta) if sparse else nll
+                optimizer.zero_grad()
+                objective.backward()  # type: ignore[no-untyped-call]
+                _check_finite(objective, model, state, folder)
+                optimizer.step()
+
+                state.batch += 1
+                state.seen += len(y)
+                state.loss += nll.item() * len(y)
+                missed = wrong(output.detach(), y)
+                state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
+                progress.step((state.epoch + min(1.0, state.seen / n)) / config.epochs, _describe(state, config))
+                if interrupt.is_set():
+                    state.seconds = time.monotonic() - begun
+                    folder.save(model, optimizer, state, torch.get_rng_state())
+                    raise KeyboardInterrupt
+            if state.seen == 0:
+                raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
+            metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, beta, time.monotonic() - begun)
+            _check_parameters(model, state, folder)
+            state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
+            folder.save(model, optimizer, state)
+            progress.epoch(_describe(state, config))
+            if interrupt.is_set() and state.epoch < config.epochs:
+                raise KeyboardInterrupt
+    model.eval()
+    return state.history
+
+
+def _number_of_examples(train: Data, n_train: int | None) -> int:
+    if n_train is None:
+        return size(train, "train")
+    if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
+        raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
+    if isinstance(train, tuple) and n_train != len(train[0]):
+        raise ArgumentError(f"n_train={n_train} but train has {len(train[0])} examples; leave n_train out")
+    return n_train
+
+
+def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
+    """Adam with one group for the weights and one, at its own rate, for log σ²."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
+    noise = [p for name, p in named.items() if name.split(".")[-1] == "log_sigma2"]
+    rest = [p for name, p in named.items() if name.split(".")[-1] != "log_sigma2"]
+    groups = [
+        {"params": rest, "base_lr": config.learning_rate},
+        {"params": noise, "base_lr": config.learning_rate * config.log_sigma2_lr_ratio},
+    ]
+    return torch.optim.Adam([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
+
+
+def _set_learning_rate(optimizer: torch.optim.Adam, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def _check_finite(objective: Tensor, model: nn.Module, state: State, folder: RunFolder) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if math.isfinite(objective.item()) and math.isfinite(norm.item()):
+        return
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    raise DivergenceError(
+        f"training diverged in epoch {state.epoch + 1}, batch {state.batch + 1}: the loss is {objective.item()}, "
+        f"gradients are not finite in {', '.join(bad) or 'no parameter'}. {folder.last_good()} "
+        "Lower the learning rate, or look for NaN in the data"
+    )
+
+
+def _check_parameters(model: nn.Module, state: State, folder: RunFolder) -> None:
+    """The last step of an epoch has no next loss to show that it went wrong; no bad checkpoint is ever written."""
+    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if bad:
+        raise DivergenceError(
+            f"training diverged in epoch {state.epoch + 1}: {', '.join(bad)} not finite. {folder.last_good()} "
+            "Lower the learning rate"
+        )
+
+
+@torch.no_grad()
+def _epoch_metrics(
+    model: nn.Module,
+    val: Data | None,
+    loss: Loss,
+    config: FitConfig,
+    state: State,
+    n: int,
+    sparse: bool,
+    beta: float,
+    seconds: float,
+) -> EpochMetrics:
+    train_loss = state.loss / state.seen
+    left = summary(model) if sparse else None
+    divergence = kl(model).item() if sparse else None
+    held_out = evaluate(model, val, loss) if val is not None else None
+    return EpochMetrics(
+        epoch=state.epoch + 1,
+        learning_rate=config.learning_rate * (1 - (state.epoch + 1) / config.epochs),
+        beta=beta,
+        train_loss=train_loss,
+        train_error=100 * state.wrong / state.seen if state.wrong is not None else None,
+        kl=divergence,
+        elbo=-(n * train_loss + divergence) if divergence is not None else None,
+        sparsity=left.sparsity if left else None,
+        ratio=left.ratio if left and left.kept else None,
+        val_loss=held_out.loss if held_out else None,
+        val_error=held_out.error if held_out else None,
+        seconds=seconds,
+    )
+
+
+def _describe(state: State, config: FitConfig) -> str:
+    """The state in a line, e.g. "epoch 3/40  loss 0.213  train error 6.10 %  7.4× fewer weights"."""
+    last = state.history[-1] if state.history else None
+    parts = [f"epoch {min(state.epoch + (state.seen > 0), config.epochs)}/{config.epochs}"]
+    loss = state.loss / state.seen if state.seen else last.train_loss if last else None
+    missed = 100 * state.wrong / state.seen if state.seen and state.wrong is not None else None
+    if not state.seen and last:
+        missed = last.train_error
+    if loss is not None:
+        parts.append(f"loss {loss:.3f}")
+    if missed is not None:
+        parts.append(f"train error {missed:.2f} %")
+    if last and last.val_error is not None:
+        parts.append(f"validation error {last.val_error:.2f} %")
+    if last and last.ratio is not None:
+        parts.append(f"{last.ratio:.1f}× fewer weights")
+    return "  ".join(parts)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into a flag that is looked at between steps; a second one interrupts at once."""
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested  # only the main thread may handle signals
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,293 @@
+"""Sparse VD layers: a torch layer whose weights each carry a learned Gaussian noise.
+
+A layer is built from its plain torch twin and takes over its parameters as they are: `weight` is θ, `bias` stays a
+plain parameter without noise, and `log_sigma2` (log σ², float32) is new. In training the output is sampled (eq. 17,
+18); in eval mode it is the twin's output with every weight of log α > threshold put to zero. `plain()` gives that twin.
+"""
+
+import copy
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsevd import functional
+from sparsevd.errors import ArgumentError
+
+# log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
+THRESHOLD = 3.0
+# Small against any usual weight (σ = 0.0067), so that a converted network starts out as itself.
+INITIAL_LOG_SIGMA2 = -10.0
+
+
+def checked_threshold(threshold: float) -> float:
+    """The threshold as a float; NaN compares false with everything and would prune nothing without a word."""
+    if math.isnan(threshold):
+        raise ArgumentError("threshold is NaN; give a number, such as the paper's 3.0")
+    return float(threshold)
+
+
+class SparseLayer(nn.Module):
+    """What all Sparse VD layers share: the parameters, the KL and the forward equation."""
+
+    plain_type: ClassVar[type[nn.Module]]
+    options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
+
+    weight: Tensor
+    bias: Tensor | None
+    log_sigma2: Tensor
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        *,
+        threshold: float = THRESHOLD,
+        initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
+    ):
+        super().__init__()
+        for option in self.options:
+            setattr(self, option, getattr(twin, option))
+        self.weight = cast(nn.Parameter, twin.weight)
+        self.bias = cast(nn.Parameter | None, twin.bias)
+        self.threshold = checked_threshold(threshold)
+        self.initial_log_sigma2 = initial_log_sigma2
+        # Half precision is too coarse for log σ², which Adam moves in small steps.
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        self.log_sigma2 = nn.Parameter(
+            torch.full_like(self.weight, initial_log_sigma2, dtype=dtype),
+            requires_grad=self.weight.requires_grad,  # a frozen layer stays frozen as a whole
+        )
+        self.train(twin.training)
+
+    @abstractmethod
+    def product(self, *args: Any, **kwargs: Any) -> Tensor:
+        """product(input, weight, bias): the twin's linear map with another weight; A·W, or A ∗ w for a filter."""
+
+    def forward(self, input: Tensor, *shape: Any) -> Tensor:
+        if not self.training:
+            return self.product(input, self.pruned_weight(), self.bias, *shape)
+        gamma = self.product(input, self.weight, self.bias, *shape)
+        delta = self._variance(input, *shape)
+        return functional.noisy_output(gamma, delta, torch.randn_like(delta))
+
+    def _variance(self, input: Tensor, *shape: Any) -> Tensor:
+        """δ = A²·σ² (eq. 17) or A² ∗ σ² (eq. 18), in float32 or wider; the bias has no noise and no part in it."""
+        sigma2 = torch.exp(self.log_sigma2)
+        wide = sigma2.dtype
+        device = input.device.type
+        # bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows.
+        keep_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=keep_autocast):
+            return self.product(input.to(wide).square(), sigma2, None, *shape).to(wide)
+
+    def log_alpha(self) -> Tensor:
+        """log α of every weight."""
+        return functional.log_alpha(self.weight, self.log_sigma2)
+
+    def pruned_weight(self, threshold: float | None = None) -> Tensor:
+        """The weight with exact zeros where log α exceeds the threshold (the layer's own by default)."""
+        limit = self.threshold if threshold is None else checked_threshold(threshold)
+        return functional.pruned(self.weight, self.log_sigma2, limit)
+
+    def kl(self) -> Tensor:
+        """KL(q ‖ p) of the whole layer, a scalar (eq. 14)."""
+        return functional.kl(self.weight, self.log_sigma2)
+
+    def plain(self, threshold: float | None = None) -> nn.Module:
+        """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""
+        arguments = {option: getattr(self, option) for option in self.options}
+        twin = self.plain_type(**arguments, bias=self.bias is not None, device="meta")
+        weight = self.pruned_weight(threshold).detach()
+        twin.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
+        twin.bias = copy.deepcopy(self.bias)  # type: ignore[assignment]
+        return twin.train(self.training)
+
+    def reset_parameters(self) -> None:
+        """Fresh weights as the plain twin would draw them, and fresh noise: for layers made on the meta device."""
+        cast(Any, self.plain_type).reset_parameters(self)
+        nn.init.constant_(self.log_sigma2, self.initial_log_sigma2)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Move or cast the parameters, as `.to()` and `.half()` do; log σ² never becomes narrower than float32."""
+        before = self.log_sigma2.detach()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.log_sigma2.dtype.itemsize < 4:
+            self.log_sigma2.data = before.to(self.log_sigma2.device, torch.float32)
+        return self
+
+    def extra_repr(self) -> str:
+        settings = {option: getattr(self, option) for option in self.options}
+        settings |= {"bias": self.bias is not None, "threshold": self.threshold}
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+@final
+class SparseLinear(SparseLayer):
+    """Sparse VD twin of `nn.Linear` (eq. 17)."""
+
+    plain_type = nn.Linear
+    options = ("in_features", "out_features")
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(input, weight, bias)
+
+
+class SparseConv(SparseLayer):
+    """Sparse VD convolution (eq. 18) in any number of dimensions."""
+
+    options = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+        "padding_mode",
+    )
+    convolve: ClassVar[Callable[..., Tensor]]
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        padding: str | int | tuple[int, ...] = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._both_sides(), mode=self.padding_mode)
+            padding = 0
+        return type(self).convolve(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+    def _both_sides(self) -> list[int]:
+        """Padding before and after each dimension, the last dimension first, as F.pad wants it."""
+        sides: list[int] = []
+        for axis in reversed(range(len(self.kernel_size))):
+            if self.padding == "same":
+                total = self.dilation[axis] * (self.kernel_size[axis] - 1)
+                sides += [total // 2, total - total // 2]
+            elif self.padding == "valid":
+                sides += [0, 0]
+            else:
+                sides += [int(self.padding[axis])] * 2
+        return sides
+
+
+@final
+class SparseConv1d(SparseConv):
+    """Sparse VD twin of `nn.Conv1d`."""
+
+    plain_type = nn.Conv1d
+    convolve = F.conv1d
+
+
+@final
+class SparseConv2d(SparseConv):
+    """Sparse VD twin of `nn.Conv2d`."""
+
+    plain_type = nn.Conv2d
+    convolve = F.conv2d
+
+
+@final
+class SparseConv3d(SparseConv):
+    """Sparse VD twin of `nn.Conv3d`."""
+
+    plain_type = nn.Conv3d
+    convolve = F.conv3d
+
+
+class SparseConvTranspose(SparseLayer):
+    """Sparse VD transposed convolution in any number of dimensions; eq. 18 with ∗ read as its transpose."""
+
+    options = (
+        "in_channels",
+        "out_channels",
+        "kernel_size",
+        "stride",
+        "padding",
+        "output_padding",
+        "groups",
+        "dilation",
+        "padding_mode",
+    )
+    convolve: ClassVar[Callable[..., Tensor]]
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int
+    dilation: tuple[int, ...]
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        return super().forward(input, output_size)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None) -> Tensor:
+        padding = self._output_padding(input, output_size)
+        return type(self).convolve(input, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
+
+    def _output_padding(self, input: Tensor, output_size: Sequence[int] | None) -> tuple[int, ...]:
+        """What must be added at the end of each dimension to get the output size that the caller asks for."""
+        if output_size is None:
+            return self.output_padding
+        dimensions = len(self.kernel_size)
+        wanted = tuple(output_size)[-dimensions:]
+        smallest = [
+            (size - 1) * self.stride[i] - 2 * self.padding[i] + self.dilation[i] * (self.kernel_size[i] - 1) + 1
+            for i, size in enumerate(input.shape[-dimensions:])
+        ]
+        largest = [size + self.stride[i] - 1 for i, size in enumerate(smallest)]
+        if len(wanted) != dimensions or not all(
+            low <= size <= high for low, size, high in zip(smallest, wanted, largest, strict=True)
+        ):
+            raise ArgumentError(
+                f"output_size {tuple(output_size)} cannot be had from an input of shape {tuple(input.shape)}; "
+                f"the last {dimensions} sizes may be from {smallest} to {largest}"
+            )
+        return tuple(size - low for size, low in zip(wanted, smallest, strict=True))
+
+
+@final
+class SparseConvTranspose1d(SparseConvTranspose):
+    """Sparse VD twin of `nn.ConvTranspose1d`."""
+
+    plain_type = nn.ConvTranspose1d
+    convolve = F.conv_transpose1d
+
+
+@final
+class SparseConvTranspose2d(SparseConvTranspose):
+    """Sparse VD twin of `nn.ConvTranspose2d`."""
+
+    plain_type = nn.ConvTranspose2d
+    convolve = F.conv_transpose2d
+
+
+@final
+class SparseConvTranspose3d(SparseConvTranspose):
+    """Sparse VD twin of `nn.ConvTranspose3d`."""
+
+    plain_type = nn.ConvTranspose3d
+    convolve = F.conv_transpose3d
+
+
+# Every final class by the exact type of its plain twin; a new layer enters here, and the contract tests find it.
+SPARSE_TYPES: dict[type[nn.Module], type[SparseLayer]] = {
+    layer.plain_type: layer
+    for layer in (
+        SparseLinear,
+        SparseConv1d,
+        SparseConv2d,
+        SparseConv3d,
+        SparseConvTranspose1d,
+        SparseConvTranspose2d,
+        SparseConvTranspose3d,
+    )
+}

@@ -1,0 +1,213 @@
+"""One run of the command line: data, model, training, pruning and a folder with the results.
+
+The folder holds checkpoint.safetensors and metrics.jsonl (as `fit` writes them), then pruned.safetensors with the plain
+keys of the pruned network, and summary.json.
+"""
+
+import importlib
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsevd import atomic, data, models
+from sparsevd.batches import Data, checked, size
+from sparsevd.checkpoint import load_weights, write_tensors
+from sparsevd.convert import plan, prune, sparsify
+from sparsevd.errors import ArgumentError
+from sparsevd.evaluate import Evaluation, elbo, evaluate
+from sparsevd.fit import FitConfig, fit, fit_dense
+from sparsevd.layers import THRESHOLD
+from sparsevd.run_folder import CHECKPOINT, METRICS
+from sparsevd.summary import ModelSummary, summary
+
+PRUNED = "pruned.safetensors"
+SUMMARY = "summary.json"
+PRETRAIN = "pretrain"
+FILES = (METRICS, SUMMARY, CHECKPOINT, PRUNED)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What to train, on what, and where to put it."""
+
+    model: str = "lenet-300-100"
+    data: str = "mnist"
+    out: Path = Path("runs/train")
+    fit: FitConfig = field(default_factory=FitConfig)
+    data_dir: Path | None = None
+    val_size: int = 0  # examples held out of the training set
+    pretrain_epochs: int = 0  # dense training before Sparse VD
+    pretrain_learning_rate: float = 1e-3
+    init_from: Path | None = None
+    threshold: float = THRESHOLD
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came out. `paper` is the paper's (ratio, error) for the same network and data, where it has one."""
+
+    summary: ModelSummary
+    test: Evaluation | None
+    test_before_pruning: Evaluation | None
+    elbo: float
+    training_seconds: float
+    paper: tuple[float, float] | None
+
+
+def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
+    """Train, prune, evaluate and write everything down."""
+    _prepare_folder(config)
+    train, val, test, classes = _load_data(config)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.fit.seed)
+        dense = _build_model(config.model, classes)
+        if config.pretrain_epochs:
+            say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
+            recipe = replace(config.fit, epochs=config.pretrain_epochs, learning_rate=config.pretrain_learning_rate)
+            fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
+        conversion = plan(dense)
+        model = sparsify(dense, threshold=config.threshold, inplace=True)
+        if config.init_from:
+            load_weights(model, config.init_from)
+    n = size(checked(train, "train"), "train")
+    say(
+        f"{config.model} on {config.data}: {summary(model).weights:,} weights in {len(conversion.replaced)} "
+        f"Sparse VD layers, {n:,} training examples, {config.fit.epochs} epochs"
+    )
+    history = fit(model, train, val, config.fit, run_dir=config.out, resume=config.resume)
+    seconds = sum(metrics.seconds for metrics in history)
+
+    pruned = prune(model)
+    result = RunResult(
+        summary=summary(model),
+        test=evaluate(pruned, test) if test is not None else None,
+        test_before_pruning=evaluate(prune(model, threshold=float("inf")), test) if test is not None else None,
+        elbo=elbo(model, train),
+        training_seconds=seconds,
+        paper=models.PAPER.get((config.model, config.data)),
+    )
+    write_tensors(config.out / PRUNED, dict(pruned.state_dict()))
+    atomic.write(config.out / SUMMARY, json.dumps(_as_dict(config, result), indent=2, ensure_ascii=False) + "\n")
+    return result
+
+
+def describe(result: RunResult) -> str:
+    """The result in two lines, beside the paper's where there is one."""
+    times = f"{result.summary.ratio:.1f}×" if result.summary.kept else "infinitely"
+    lines = [f"trained in {result.training_seconds / 60:.1f} min; variational bound {result.elbo:,.0f} nats"]
+    ours = f"ours: {times} fewer weights"
+    if result.test and result.test.error is not None:
+        ours += f" at {result.test.error:.2f} % test error"
+    elif result.test:
+        ours += f" at a test loss of {result.test.loss:.4f}"
+    if result.test_before_pruning and result.test_before_pruning.error is not None:
+        lines[0] += f"; test error before pruning {result.test_before_pruning.error:.2f} %"
+    if result.paper:
+        ours += f" (paper: {result.paper[0]:g}× at {result.paper[1]} %)"
+    return "\n".join([*lines, ours])
+
+
+def _prepare_folder(config: RunConfig) -> None:
+    if config.resume and config.overwrite:
+        raise ArgumentError("--resume and --overwrite exclude each other")
+    if config.out.exists() and not config.out.is_dir():
+        raise ArgumentError(f"{config.out} is a file; give a folder")
+    exists = (config.out / CHECKPOINT).exists() or (config.out / PRETRAIN / CHECKPOINT).exists()
+    if exists and config.overwrite:
+        for name in (CHECKPOINT, PRUNED, SUMMARY):
+            (config.out / name).unlink(missing_ok=True)
+        shutil.rmtree(config.out / PRETRAIN, ignore_errors=True)
+    elif exists and not config.resume:
+        raise ArgumentError(f"{config.out} already holds a run; --resume continues it, --overwrite starts anew")
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"{config.out} cannot be made ({error})") from error
+
+
+def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
+    """Training, validation and test data, and the number of classes (10 where the user's own data does not say)."""
+    if ":" in config.data:
+        parts = load_object(config.data)()
+        if not isinstance(parts, tuple) or len(parts) != 2:
+            raise ArgumentError(f"{config.data} must return (train, test), each (x, y), a Dataset or a DataLoader")
+        train, test, classes = parts[0], parts[1], 10
+    else:
+        splits = data.load(config.data, config.data_dir)
+        train, test, classes = splits.train, splits.test, splits.classes
+    train = checked(train, "train")
+    if config.val_size == 0:
+        return train, None, test, classes
+    if not isinstance(train, tuple):
+        raise ArgumentError("a validation split needs the training data as a pair of tensors (x, y)")
+    x, y = train
+    if not 0 < config.val_size < len(x):
+        raise ArgumentError(f"{config.val_size} validation examples out of {len(x)} leave nothing to train on")
+    cut = len(x) - config.val_size
+    return (x[:cut], y[:cut]), (x[cut:], y[cut:]), test, classes
+
+
+def _build_model(name: str, classes: int) -> nn.Module:
+    if ":" in name:
+        model = load_object(name)()
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"{name} returned a {type(model).__name__}, not a torch module")
+        return model
+    if name not in models.MODELS:
+        raise ArgumentError(f"no model {name!r}; there are {', '.join(models.MODELS)}, or give package.module:factory")
+    return models.MODELS[name](classes)
+
+
+def load_object(reference: str) -> Callable[[], Any]:
+    """The factory behind "package.module:factory", looked for in the present folder too."""
+    module_name, _, attribute = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(f"{reference!r} cannot be imported: {error}; write package.module:factory") from error
+    if not callable(factory):
+        raise ArgumentError(f"{reference!r} is a {type(factory).__name__}, not a function")
+    return factory  # type: ignore[no-any-return]
+
+
+def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:
+    from sparsevd import __version__
+
+    return {
+        "model": config.model,
+        "data": config.data,
+        "config": asdict(config.fit),
+        "threshold": config.threshold,
+        "ratio": result.summary.ratio if result.summary.kept else None,
+        "test_error": result.test.error if result.test else None,
+        "test_error_before_pruning": result.test_before_pruning.error if result.test_before_pruning else None,
+        "elbo": result.elbo,
+        "training_seconds": result.training_seconds,
+        "summary": result.summary.as_dict(),
+        "command": " ".join(["sparsevd", *sys.argv[1:]]),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {
+            "sparsevd": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "processor": platform.machine(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+    }
