@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, THRESHOLD, SparseLayer, checked_threshold
@@ -207,27 +208,28 @@ def _is_below(aliases: list[str], names: dict[nn.Module, list[str]], selected: s
 def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
     """Why a module with weights of its own cannot be converted, or an empty string."""
     own = dict(module.named_parameters(recurse=False))
+    matrices = [name for name, p in own.items() if is_lazy(p) or p.ndim >= 2]
+    parents = [plain.__name__ for plain in SPARSE_TYPES if isinstance(module, plain)]
     reasons = []
-    if type(module) in SPARSE_TYPES:
-        tied = [key for p in own.values() for key in owners[p]] if any(len(owners[p]) > 1 for p in own.values()) else []
+    if isinstance(module, ParametrizationList):
+        pass  # its owner is named
+    elif is_parametrized(module) or (parents and "weight" not in own):
+        reasons.append("its weight is computed (weight_norm, a parametrization, torch's own pruning); remove that first")
+    elif type(module) in SPARSE_TYPES:
+        tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
         if tied:
             reasons.append(f"tied parameters ({' = '.join(tied)}): pruning one would change the other")
-        elif "weight" not in own:
-            reasons.append("its weight is made by a hook (weight_norm, torch's own pruning); remove that first")
         elif module._forward_hooks or module._forward_pre_hooks:
             reasons.append("it has forward hooks, which a swap would lose; register them after sparsify")
-    else:
-        matrices = [name for name, p in own.items() if is_lazy(p) or p.ndim >= 2]
-        parents = [plain.__name__ for plain in SPARSE_TYPES if isinstance(module, plain)]
-        if any(is_lazy(p) for p in own.values()):
-            reasons.append(f"{type(module).__name__} has no weights yet; run the model once first")
-        elif matrices and parents:
-            reasons.append(
-                f"{type(module).__name__} is a subclass of {parents[0]}, whose weight may be read in other ways "
-                "(MultiheadAttention reads its out_proj.weight directly)"
-            )
-        elif matrices:
-            reasons.append(f"{type(module).__name__} has no Sparse VD twin for {', '.join(matrices)}")
+    elif any(is_lazy(p) for p in own.values()):
+        reasons.append(f"{type(module).__name__} has no weights yet; run the model once first")
+    elif matrices and parents:
+        reasons.append(
+            f"{type(module).__name__} is a subclass of {parents[0]}, whose weight may be read in other ways "
+            "(MultiheadAttention reads its out_proj.weight directly)"
+        )
+    elif matrices:
+        reasons.append(f"{type(module).__name__} has no Sparse VD twin for {', '.join(matrices)}")
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
         reasons.append(f"its functional dropout of {module.dropout} stays active in training")
     return "; ".join(reasons)

@@ -1,0 +1,15 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    """Every test starts from the same generator state, on one thread."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_machine_state(monkeypatch, tmp_path):
+    """No test reads or writes the user's cache or data."""
+    monkeypatch.delenv("SPARSEVD_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

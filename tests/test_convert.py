@@ -1,0 +1,379 @@
+"""sparsify and prune on all sorts of networks: what can be converted is, what cannot is named."""
+
+import copy
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.prune import random_unstructured
+
+import sparsevd
+from sparsevd.convert import plan
+from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
+from sparsevd.layers import SparseConv2d, SparseLayer, SparseLinear
+
+
+class Residual(nn.Module):
+    """A residual net whose middle convolution is used twice, by name and by call."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.block = nn.Conv2d(8, 8, 3, padding=1)
+        self.again = self.block
+        self.drop = nn.Dropout2d(0.5)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x)))
+        x = x + F.relu(self.block(x))
+        x = x + F.relu(self.again(self.drop(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Depthwise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 1), nn.ReLU6(), nn.Conv2d(6, 6, 3, groups=6, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, 8, 1)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Encoder(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x, mask=None):
+        return self.head(self.encoder(x, src_key_padding_mask=mask).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embed(tokens))[0][:, -1])
+
+
+NETS = {
+    "residual": (Residual, lambda: torch.randn(8, 3, 6, 6), set()),
+    "depthwise": (Depthwise, lambda: torch.randn(8, 3, 6, 6), set()),
+    "encoder": (
+        Encoder,
+        lambda: torch.randn(8, 5, 16),
+        {f"encoder.layers.{i}.self_attn{end}" for i in (0, 1) for end in ("", ".out_proj")},
+    ),
+    "recurrent": (Recurrent, lambda: torch.randint(0, 20, (8, 5)), {"embed", "lstm"}),
+}
+
+
+def quietly(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparseVDWarning)
+        return function(*args, **kwargs)
+
+
+def spread_noise(model):
+    """Put log α of every layer well around the threshold, so that pruning removes about half."""
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, SparseLayer):
+                layer.log_sigma2.copy_(2 * layer.weight.abs().log() + 3 + 4 * torch.randn_like(layer.weight))
+    return model
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_whole_way_of_a_network(name, tmp_path):
+    """sparsify, 20 steps, prune, state_dict into a fresh dense model: the same answers bit for bit."""
+    factory, example, expected_skips = NETS[name]
+    dense = factory()
+    assert set(plan(dense).skipped) == expected_skips
+    model = quietly(sparsevd.sparsify, dense)
+    x, y = example(), torch.randint(0, 4, (8,))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(20):
+        loss = sparsevd.elbo_loss(F.cross_entropy(model(x), y), model, n_train=8, beta=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model = spread_noise(model).eval()
+    pruned = quietly(sparsevd.prune, model)
+    assert not any(isinstance(module, SparseLayer) for module in pruned.modules())
+    assert list(pruned.state_dict()) == list(dense.state_dict())
+    fresh = factory().eval()
+    fresh.load_state_dict(pruned.state_dict())
+    assert torch.equal(fresh(x), pruned(x))
+    torch.testing.assert_close(pruned(x), model(x))
+    assert 0.2 < sparsevd.summary(pruned).sparsity / 100 < 0.8
+    assert sparsevd.summary(pruned).kept == sparsevd.summary(model).kept
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_untrained_round_trip_gives_back_the_dense_model(name):
+    factory, example, _ = NETS[name]
+    dense = factory().eval()
+    back = sparsevd.prune(quietly(sparsevd.sparsify, dense), threshold=math.inf)
+    assert [type(m) for m in back.modules() if list(m.parameters(recurse=False))] == [
+        type(m) for m in dense.modules() if list(m.parameters(recurse=False))
+    ]
+    for key, tensor in dense.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[key]), key
+    x = example()
+    assert torch.equal(dense(x), back(x))
+
+
+def test_the_original_is_untouched_unless_inplace():
+    dense = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    model = sparsevd.sparsify(dense)
+    assert type(dense[0]) is nn.Linear
+    assert model[0].weight is not dense[0].weight
+    weight = dense[0].weight
+    assert sparsevd.sparsify(dense, inplace=True) is dense
+    assert dense[0].weight is weight
+    assert sparsevd.prune(dense, inplace=True) is dense
+    assert type(dense[0]) is nn.Linear
+
+
+def test_keys_gain_log_sigma2_and_nothing_else():
+    dense = Residual()
+    model = sparsevd.sparsify(dense)
+    added = [key for key in model.state_dict() if not key.endswith("log_sigma2")]
+    assert added == list(dense.state_dict())
+    missing = model.load_state_dict(dense.state_dict(), strict=False)
+    assert all(key.endswith("log_sigma2") for key in missing.missing_keys)
+    assert not missing.unexpected_keys
+
+
+def test_a_shared_module_stays_shared():
+    model = sparsevd.sparsify(Residual())
+    assert model.block is model.again
+    assert isinstance(model.block, SparseConv2d)
+    pruned = sparsevd.prune(model)
+    assert pruned.block is pruned.again
+    assert type(pruned.block) is nn.Conv2d
+
+
+def test_the_model_itself_may_be_a_layer():
+    model = sparsevd.sparsify(nn.Linear(3, 2))
+    assert isinstance(model, SparseLinear)
+    assert type(sparsevd.prune(model)) is nn.Linear
+
+
+def test_dropout_becomes_identity_in_place():
+    dense = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2), nn.AlphaDropout(0.1))
+    model = sparsevd.sparsify(dense)
+    assert [type(module) for module in model] == [SparseLinear, nn.Identity, SparseLinear, nn.Identity]
+    assert plan(dense).dropout_removed == ("1", "3")
+    kept = sparsevd.sparsify(dense, keep_dropout=True)
+    assert type(kept[1]) is nn.Dropout
+
+
+def test_frozen_layers_stay_frozen():
+    dense = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))
+    model = sparsevd.sparsify(dense)
+    assert not any(p.requires_grad for p in model[0].parameters())
+    assert all(p.requires_grad for p in model[1].parameters())
+    assert not sparsevd.prune(model)[0].weight.requires_grad
+
+
+def test_training_mode_is_kept():
+    assert not sparsevd.sparsify(nn.Sequential(nn.Linear(2, 2)).eval())[0].training
+    assert not sparsevd.prune(sparsevd.sparsify(nn.Sequential(nn.Linear(2, 2)).eval()))[0].training
+
+
+def test_half_precision_and_meta_device():
+    half = sparsevd.sparsify(nn.Sequential(nn.Linear(3, 2)).bfloat16())
+    assert half[0].log_sigma2.dtype == torch.float32
+    assert sparsevd.prune(half)[0].weight.dtype == torch.bfloat16
+    meta = sparsevd.sparsify(nn.Sequential(nn.Linear(3, 2, device="meta")))
+    assert meta[0].log_sigma2.is_meta
+    assert sparsevd.prune(meta)[0].weight.is_meta
+
+
+def test_include_and_exclude_by_name_wildcard_and_type():
+    dense = nn.ModuleDict(
+        {"a": nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), "b": nn.Linear(2, 2), "c": nn.Conv2d(2, 2, 1)}
+    )
+    assert plan(dense).replaced == ("a.0", "a.1", "b", "c")
+    assert plan(dense, include="a").replaced == ("a.0", "a.1")
+    assert plan(dense, include=["a.*", "b"], exclude=nn.Conv1d).replaced == ("a.0", "b")
+    assert plan(dense, exclude=["a", nn.Conv2d]).replaced == ("b",)
+    assert plan(dense, include=nn.Linear).replaced == ("a.0", "b")
+    model = sparsevd.sparsify(dense, exclude="a")
+    assert [type(m) for m in model["a"]] == [nn.Linear, nn.Conv1d]
+    with pytest.raises(ArgumentError, match="'fc9' selects no module.*a.0, a.1, b, c"):
+        sparsevd.sparsify(dense, exclude="fc9")
+
+
+def test_a_shared_module_excluded_under_one_name_is_excluded():
+    assert plan(Residual(), exclude="again").replaced == ("stem", "head")
+
+
+def test_tied_parameters_are_left_alone_and_named():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.fc = nn.Linear(4, 4)
+            self.out = nn.Linear(4, 10, bias=False)
+            self.out.weight = self.embed.weight
+
+    conversion = plan(Tied())
+    assert conversion.replaced == ("fc",)
+    assert "embed.weight = out.weight" in conversion.skipped["out"]
+
+
+def test_reasons_are_given():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lazy = nn.LazyLinear(3)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+            self.hooked = nn.Linear(3, 3)
+            self.hooked.register_forward_hook(lambda *_: None)
+            self.lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.2)
+            self.position = nn.Parameter(torch.zeros(2, 3))
+            self.masked = random_unstructured(nn.Linear(3, 3), "weight", 0.5)
+            self.fine = nn.Linear(3, 3)
+
+    skipped = plan(Lazy()).skipped
+    assert "run the model once" in skipped["lazy"]
+    assert "parametrization" in skipped["normed"]
+    assert "forward hooks" in skipped["hooked"]
+    assert "dropout of 0.2" in skipped["lstm"]
+    assert "no Sparse VD twin for weight_ih_l0" in skipped["lstm"]
+    assert "position" in skipped["(model)"]
+    assert "torch's own pruning" in skipped["masked"]
+    assert set(skipped) == {"lazy", "normed", "hooked", "lstm", "(model)", "masked"}
+    assert plan(Lazy()).replaced == ("fine",)
+
+
+def test_attention_is_named_with_its_dropout():
+    skipped = plan(Encoder()).skipped
+    assert "reads its out_proj.weight" in skipped["encoder.layers.0.self_attn.out_proj"]
+    assert "functional dropout of 0.1" in skipped["encoder.layers.0.self_attn"]
+
+
+def test_what_stays_dense_is_warned_of_and_what_changes_is_logged(caplog):
+    with caplog.at_level(logging.INFO, "sparsevd"), pytest.warns(SparseVDWarning, match="left dense: lstm: LSTM has no"):
+        sparsevd.sparsify(Recurrent())
+    assert "to Sparse VD: head" in caplog.text
+
+
+def test_nothing_to_convert_is_an_error():
+    with pytest.raises(ConversionError, match="nothing to convert in Sequential.*Linear"):
+        sparsevd.sparsify(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ConversionError, match="no Sparse VD layer"):
+        sparsevd.prune(nn.Linear(2, 2))
+    with pytest.raises(ConversionError, match="nothing to convert"):
+        sparsevd.sparsify(sparsevd.sparsify(nn.Linear(2, 2)))
+
+
+def test_prune_refuses_nan_and_warns_of_an_empty_layer():
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    with pytest.raises(ArgumentError, match="NaN"):
+        sparsevd.prune(model, threshold=math.nan)
+    with torch.no_grad():
+        model[1].log_sigma2.fill_(30.0)
+    with pytest.warns(SparseVDWarning, match="layer 1 lost every one of its 4 weights"):
+        pruned = sparsevd.prune(model)
+    assert (pruned[1].weight == 0).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"norm_first": True}])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_transformer_fast_path_gives_the_pruned_answer(options, masked):
+    """In eval mode without gradients torch hands linear1.weight to a fused operator; it must not see unpruned ones."""
+    dense = Encoder(**options).eval()
+    model = spread_noise(quietly(sparsevd.sparsify, dense)).eval()
+    pruned = sparsevd.prune(model)
+    x = torch.randn(3, 6, 16)
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    arguments = (x, mask) if masked else (x,)
+    unfused = copy.deepcopy(pruned)
+    unfused.encoder.use_nested_tensor = False
+    for layer in unfused.encoder.layers:
+        layer.activation_relu_or_gelu = 0
+    with torch.no_grad():
+        answer = model(*arguments)
+        assert torch.equal(answer, unfused(*arguments))
+        assert not torch.allclose(answer, dense(*arguments), atol=1e-3)
+        if not masked:  # with a mask the fast path of the plain model puts zeros at masked places
+            torch.testing.assert_close(answer, pruned(*arguments))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            torch.testing.assert_close(answer, pruned(*arguments))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    layer, original = pruned.encoder.layers[0], dense.encoder.layers[0]
+    assert layer.activation_relu_or_gelu == original.activation_relu_or_gelu
+    assert pruned.encoder.use_nested_tensor == dense.encoder.use_nested_tensor
+    assert set(layer.__dict__) == set(original.__dict__)
+
+
+def test_deepcopy_and_state_dict_round_trip():
+    model = spread_noise(sparsevd.sparsify(Residual())).eval()
+    x = torch.randn(2, 3, 6, 6)
+    other = sparsevd.sparsify(Residual()).eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert torch.equal(other(x), model(x))
+
+
+def test_bf16_autocast_trains():
+    model = sparsevd.sparsify(Residual())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.randn(4, 3, 6, 6))
+        loss = sparsevd.elbo_loss(F.cross_entropy(out, torch.randint(0, 4, (4,))), model, n_train=4)
+    assert out.dtype == torch.bfloat16
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_export_in_eval_mode():
+    model = spread_noise(sparsevd.sparsify(Depthwise())).eval()
+    x = torch.randn(2, 3, 6, 6)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile_with_fullgraph():
+    """The compiled step has the same KL, and the same gradients where the noise is negligible."""
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), initial_log_sigma2=-30.0)
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+    def step(x, y):
+        return sparsevd.elbo_loss(F.cross_entropy(model(x), y), model, n_train=8)
+
+    loss = torch.compile(step, fullgraph=True)(x, y)
+    loss.backward()
+    compiled = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    eager = step(x, y)
+    eager.backward()
+    torch.testing.assert_close(loss, eager)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("log_sigma2"):
+            torch.testing.assert_close(compiled[name], parameter.grad, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,224 @@
+"""The contract of every Sparse VD layer: moments, gradients, eval mode, numerics. A new layer joins by SPARSE_TYPES."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparsevd import functional
+from sparsevd.errors import ArgumentError
+from sparsevd.layers import SPARSE_TYPES, SparseLayer
+
+# For every plain type: constructor arguments and the shape of an input. Together they touch every option.
+CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
+    (nn.Linear, {"in_features": 5, "out_features": 3}, (4, 5)),
+    (nn.Linear, {"in_features": 5, "out_features": 3, "bias": False}, (2, 4, 5)),
+    (nn.Conv1d, {"in_channels": 4, "out_channels": 6, "kernel_size": 3, "groups": 2, "dilation": 2}, (2, 4, 9)),
+    (nn.Conv1d, {"in_channels": 2, "out_channels": 3, "kernel_size": 4, "padding": "same"}, (2, 2, 9)),
+    (nn.Conv2d, {"in_channels": 2, "out_channels": 3, "kernel_size": (3, 2), "stride": (2, 1)}, (2, 2, 7, 6)),
+    (nn.Conv2d, {"in_channels": 3, "out_channels": 3, "kernel_size": 3, "groups": 3, "padding": 1}, (3, 6, 6)),
+    (nn.Conv3d, {"in_channels": 2, "out_channels": 2, "kernel_size": 2, "bias": False}, (1, 2, 4, 4, 4)),
+    (nn.ConvTranspose1d, {"in_channels": 2, "out_channels": 3, "kernel_size": 3, "stride": 2}, (2, 2, 5)),
+    (
+        nn.ConvTranspose2d,
+        {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "stride": 2, "output_padding": 1, "groups": 2},
+        (1, 4, 4, 4),
+    ),
+    (nn.ConvTranspose3d, {"in_channels": 2, "out_channels": 1, "kernel_size": 2, "padding": 1}, (1, 2, 4, 4, 4)),
+] + [
+    (nn.Conv2d, {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "padding": p, "padding_mode": m}, (2, 2, 6, 6))
+    for p, m in [((1, 2), "reflect"), ("same", "replicate"), (1, "circular"), ("valid", "reflect")]
+]
+# torch itself says that an even kernel with padding="same" is slower.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+IDS = [f"{plain.__name__}-{i}" for i, (plain, _, _) in enumerate(CASES)]
+every_layer = pytest.mark.parametrize(("plain", "arguments", "shape"), CASES, ids=IDS)
+
+
+def make(plain, arguments, **options) -> SparseLayer:
+    return SPARSE_TYPES[plain](plain(**arguments), **options)
+
+
+def half_pruned(layer: SparseLayer) -> SparseLayer:
+    """With log α well spread around the threshold."""
+    with torch.no_grad():
+        layer.log_sigma2.copy_(2 * layer.weight.abs().log() + 3 + 4 * torch.randn_like(layer.weight))
+    return layer
+
+
+def test_every_registered_layer_has_a_case():
+    assert {plain for plain, _, _ in CASES} == set(SPARSE_TYPES)
+
+
+@every_layer
+def test_without_noise_training_output_is_the_twins(plain, arguments, shape):
+    twin = plain(**arguments).double()
+    layer = SPARSE_TYPES[plain](copy.deepcopy(twin), initial_log_sigma2=-60.0).train()
+    x = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), twin(x), rtol=0, atol=1e-10)
+
+
+@every_layer
+def test_eval_equals_the_pruned_plain_layer_bit_for_bit(plain, arguments, shape):
+    layer = half_pruned(make(plain, arguments)).eval()
+    pruned = layer.plain()
+    assert type(pruned) is plain
+    assert 0 < (pruned.weight == 0).float().mean() < 1
+    x = torch.randn(shape)
+    assert torch.equal(layer(x), pruned(x))
+    for option in layer.options:
+        assert getattr(pruned, option) == getattr(plain(**arguments), option)
+
+
+@every_layer
+def test_output_has_the_moments_of_sampled_weights(plain, arguments, shape):
+    """Brute force: draw w ~ N(θ, σ²) for the whole layer and run the plain twin with it (eq. 11)."""
+    layer = make(plain, arguments, initial_log_sigma2=-1.5).double().train()
+    x = torch.randn(shape, dtype=torch.float64)
+    draws = 3000
+    twin = copy.deepcopy(layer).eval().plain(math.inf)
+    with torch.no_grad():
+        ours = torch.stack([layer(x) for _ in range(draws)])
+        theirs = []
+        for _ in range(draws):
+            noise = torch.exp(layer.log_sigma2 / 2) * torch.randn_like(layer.weight)
+            twin.weight.copy_(layer.weight + noise)
+            theirs.append(twin(x))
+        sampled = torch.stack(theirs)
+    deviation = sampled.std(0)
+    # Five standard errors of the difference of two means and of two log-deviations, over all outputs at once.
+    assert ((ours.mean(0) - sampled.mean(0)).abs() <= 5 * deviation * math.sqrt(2 / draws) + 1e-12).all()
+    noisy = deviation > 1e-12  # output padding is reached by no weight
+    assert ((ours.std(0) / deviation)[noisy].log().abs() < 5 * math.sqrt(1 / draws)).all()
+    assert (ours.std(0)[~noisy] < 1e-12).all()
+
+
+@every_layer
+def test_gradients_pass_gradcheck(plain, arguments, shape):
+    layer = make(plain, arguments, initial_log_sigma2=-1.0).double().train()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def with_fixed_noise(x, *parameters):
+        torch.manual_seed(3)
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(with_fixed_noise, (x, *layer.parameters()), fast_mode=True)
+
+
+@every_layer
+@pytest.mark.parametrize("case", ["zero weight", "zero input", "all zero", "log alpha -40", "log alpha 40"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_nan_in_value_or_gradient(plain, arguments, shape, case, autocast):
+    layer = make(plain, arguments).train()
+    x = torch.randn(shape)
+    with torch.no_grad():
+        if case in ("zero weight", "all zero"):
+            for parameter in layer.parameters():
+                parameter.zero_()
+        if case in ("zero input", "all zero"):
+            x = torch.zeros(shape)
+        if case.startswith("log alpha"):
+            layer.log_sigma2.copy_(2 * layer.weight.abs().log() + float(case.split()[-1]))
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = layer(x)
+        loss = (out.float() ** 2).mean() if case != "log alpha 40" else out.float().mean()
+        loss = loss + layer.kl() / 1000
+    loss.backward()
+    assert loss.isfinite()
+    assert x.grad.isfinite().all()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_the_bias_has_no_noise():
+    layer = make(nn.Linear, {"in_features": 5, "out_features": 3}, initial_log_sigma2=2.0).train()
+    with torch.no_grad():
+        layer.bias.fill_(100.0)
+        out = torch.stack([layer(torch.zeros(4, 5)) for _ in range(50)])
+    assert torch.equal(out, torch.full_like(out, 100.0))
+
+
+def test_variance_is_of_the_squared_input():
+    """One input of −3 and σ² = 0.25: the output varies with deviation 3·0.5."""
+    layer = make(nn.Linear, {"in_features": 1, "out_features": 1}, initial_log_sigma2=math.log(0.25)).train()
+    with torch.no_grad():
+        out = layer(torch.full((100_000, 1), -3.0))
+    assert out.std().item() == pytest.approx(1.5, rel=0.02)
+
+
+def test_kl_is_the_sum_over_the_weights():
+    layer = half_pruned(make(nn.Linear, {"in_features": 5, "out_features": 3}))
+    expected = -functional.negative_kl(layer.log_alpha()).sum()
+    torch.testing.assert_close(layer.kl(), expected)
+
+
+def test_threshold_prunes_above_and_keeps_below():
+    layer = make(nn.Linear, {"in_features": 2, "out_features": 1})
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.log_sigma2.copy_(torch.tensor([[2.99, 3.01]]))
+    assert layer.pruned_weight().tolist() == [[1.0, 0.0]]
+    assert layer.pruned_weight(threshold=4.0).tolist() == [[1.0, 1.0]]
+
+
+def test_nan_threshold_is_refused():
+    with pytest.raises(ArgumentError, match="NaN"):
+        make(nn.Linear, {"in_features": 2, "out_features": 1}, threshold=math.nan)
+
+
+def test_output_size_of_a_transposed_convolution():
+    twin = nn.ConvTranspose2d(2, 3, 3, stride=2)
+    layer = SPARSE_TYPES[nn.ConvTranspose2d](copy.deepcopy(twin), initial_log_sigma2=-40.0)
+    x = torch.randn(1, 2, 4, 4)
+    for mode in (layer.train(), layer.eval()):
+        torch.testing.assert_close(mode(x, output_size=(10, 10)), twin(x, output_size=(10, 10)))
+    with pytest.raises(ArgumentError, match=r"output_size \(20, 20\)"):
+        layer(x, output_size=(20, 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_log_sigma2_in_float32(dtype):
+    layer = SPARSE_TYPES[nn.Linear](nn.Linear(4, 3).to(dtype)).train()
+    cast_later = make(nn.Linear, {"in_features": 4, "out_features": 3}).to(dtype).train()
+    for half in (layer, cast_later):
+        assert half.weight.dtype == dtype
+        assert half.log_sigma2.dtype == torch.float32
+        out = half(torch.randn(5, 4, dtype=dtype))
+        assert out.dtype == dtype
+        (out.float().sum() + half.kl()).backward()
+        assert half.weight.grad.dtype == dtype
+        assert half.log_sigma2.grad.isfinite().all()
+
+
+def test_float16_autocast_does_not_lose_the_variance():
+    """σ² = e⁻²⁰ is zero in float16; the product is done in float32 there."""
+    layer = make(nn.Linear, {"in_features": 4, "out_features": 3}, initial_log_sigma2=-20.0).train()
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        layer.weight.zero_()
+        layer.bias.zero_()
+        out = layer(torch.ones(2000, 4))
+    assert out.float().std().item() == pytest.approx(2 * math.exp(-10), rel=0.1)
+
+
+def test_reset_parameters_draws_fresh_weights():
+    layer = SPARSE_TYPES[nn.Conv2d](nn.Conv2d(2, 3, 3, device="meta")).to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.weight.std() > 0.01
+    assert (layer.log_sigma2 == -10).all()
+
+
+def test_repr_tells_the_options():
+    text = repr(make(nn.Conv2d, {"in_channels": 2, "out_channels": 3, "kernel_size": 3, "stride": 2}))
+    assert "stride=(2, 2)" in text
+    assert "threshold=3.0" in text
+
+
+def test_prune_does_not_touch_the_generator():
+    layer = make(nn.Linear, {"in_features": 4, "out_features": 3})
+    before = torch.get_rng_state()
+    layer.plain()
+    assert torch.equal(before, torch.get_rng_state())
