@@ -41,6 +41,7 @@ def train(
     log_sigma2_lr_ratio: Annotated[
         float, typer.Option(help="Rate of log σ², relative to the learning rate.")
     ] = _FIT.log_sigma2_lr_ratio,
+    adam_beta2: Annotated[float, typer.Option(help="Decay of Adam's mean square.")] = _FIT.adam_beta2,
     warm_up_start: Annotated[
         float, typer.Option(help="Part of the run up to which the KL has no weight.")
     ] = _FIT.warm_up_start,
@@ -68,6 +69,7 @@ def train(
         batch_size=batch_size,
         learning_rate=learning_rate,
         log_sigma2_lr_ratio=log_sigma2_lr_ratio,
+        adam_beta2=adam_beta2,
         warm_up_start=warm_up_start,
         warm_up_end=warm_up_end,
         seed=seed,

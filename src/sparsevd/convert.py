@@ -214,7 +214,7 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
     if isinstance(module, ParametrizationList):
         pass  # its owner is named
     elif is_parametrized(module) or (parents and "weight" not in own):
-        reasons.append("its weight is computed (weight_norm, a parametrization, torch's own pruning); remove that first")
+        reasons.append("its weight is computed (weight_norm, a parametrization, torch's pruning); remove that first")
     elif type(module) in SPARSE_TYPES:
         tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
         if tied:

@@ -42,6 +42,7 @@ class FitConfig:
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
+    adam_beta2: float = 0.99  # a shorter memory than Adam's usual 0.999, since gradients shrink as weights vanish
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,6 +54,8 @@ class FitConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
+        if not 0 < self.adam_beta2 < 1:
+            raise ArgumentError(f"adam_beta2={self.adam_beta2!r} must lie between 0 and 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise ArgumentError(f"seed={self.seed!r} must be an integer from 0 to 2³¹ − 1")
         warm_up(self.warm_up_start, self.warm_up_end)
@@ -200,7 +203,9 @@ def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
         {"params": rest, "base_lr": config.learning_rate},
         {"params": noise, "base_lr": config.learning_rate * config.log_sigma2_lr_ratio},
     ]
-    return torch.optim.Adam([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
+    return torch.optim.Adam(
+        [g for g in groups if g["params"]], lr=config.learning_rate, betas=(0.9, config.adam_beta2), fused=True
+    )
 
 
 def _set_learning_rate(optimizer: torch.optim.Adam, factor: float) -> None:

@@ -1,0 +1,248 @@
+"""The commands as a user types them, in processes of their own where that matters."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from sparsevd.checkpoint import Checkpoint
+from sparsevd.cli import app
+
+USER_CODE = """
+    import torch
+    from torch import nn
+
+    def network():
+        return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def data():
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2200, 20, generator=generator)
+        y = (x[:, 0] * x[:, 1] > 0).long()
+        return (x[:2000], y[:2000]), (x[2000:], y[2000:])
+
+    def not_a_model():
+        return 3
+
+    constant = 3
+"""
+TRAIN = ["train", "--model", "mine:network", "--data", "mine:data", "--batch-size", "20"]
+
+
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(USER_CODE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    sys.modules.pop("mine", None)
+    return tmp_path
+
+
+def sparsevd(*arguments):
+    """Run the command in a process; one thread, as results are promised for a fixed number of threads."""
+    return subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, check=False)
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "sparsevd.cli", *map(str, arguments)]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def without_time(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{**line, "seconds": 0} for line in lines]
+
+
+@pytest.fixture
+def trained(user_folder):
+    result = sparsevd(*TRAIN, "--out", "run", "--epochs", 3, "--val-size", 200)
+    assert result.returncode == 0, result.stderr
+    return user_folder / "run", result.stdout
+
+
+def test_train_writes_and_says_everything(trained):
+    folder, output = trained
+    assert "mine:network on mine:data: 1,408 weights in 2 Sparse VD layers, 1,800 training examples" in output
+    assert "epoch 3/3  loss" in output
+    assert "validation error" in output
+    assert "ours: " in output
+    assert "% test error" in output
+    assert "paper" not in output
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint.safetensors",
+        "metrics.jsonl",
+        "pruned.safetensors",
+        "summary.json",
+    ]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["config"]["epochs"] == 3
+    assert summary["summary"]["weights"] == 1408
+    plain = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    plain.load_state_dict(load_file(folder / "pruned.safetensors"))
+    import mine
+
+    x, y = mine.data()[1]
+    error = 100 * (plain(x).argmax(1) != y).float().mean().item()
+    assert error == pytest.approx(summary["test_error"], abs=1e-4)
+    kept = sum(int((layer.weight != 0).sum()) for layer in (plain[0], plain[2]))
+    assert kept == summary["summary"]["kept"]
+
+
+def test_info_and_prune_of_a_checkpoint(trained, user_folder):
+    folder, output = trained
+    table = output[output.index("layer ") : output.index("fewer weights;")].rpartition("\n")[0]
+    runner = CliRunner()
+    shown = runner.invoke(app, ["info", str(folder)])
+    assert shown.exit_code == 0
+    assert table in shown.output
+    written = runner.invoke(app, ["prune", str(folder / "checkpoint.safetensors"), "-o", "out/pruned.safetensors"])
+    assert written.exit_code == 0
+    ours, theirs = load_file(user_folder / "out/pruned.safetensors"), load_file(folder / "pruned.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    everything = runner.invoke(app, ["prune", str(folder), "-o", "all.safetensors", "--threshold", "inf"])
+    assert everything.exit_code == 0
+    assert all((tensor != 0).all() for tensor in load_file("all.safetensors").values())
+    plain = runner.invoke(app, ["info", str(folder / "pruned.safetensors")])
+    assert table.splitlines()[-1].split()[:3] == plain.output.splitlines()[-2].split()[:3]  # the totals
+
+
+def test_resume_of_a_finished_run_shows_its_result(trained, user_folder):
+    folder, output = trained
+    before = (folder / "pruned.safetensors").read_bytes()
+    again = sparsevd(*TRAIN, "--out", "run", "--epochs", 3, "--val-size", 200, "--resume")
+    assert again.returncode == 0
+    assert "epoch" not in again.stdout.replace("3 epochs", "")
+    assert output.splitlines()[-2] == again.stdout.splitlines()[-2]
+    assert (folder / "pruned.safetensors").read_bytes() == before
+
+
+def test_pretraining_and_starting_from_a_file(user_folder):
+    pretrained = sparsevd(*TRAIN, "--out", "run", "--epochs", 1, "--pretrain-epochs", 2)
+    assert pretrained.returncode == 0, pretrained.stderr
+    assert "pre-training the dense network for 2 epochs" in pretrained.stdout
+    dense = user_folder / "run" / "pretrain" / "checkpoint.safetensors"
+    assert not Checkpoint.load(dense).layers
+    again = sparsevd(*TRAIN, "--out", "other", "--epochs", 1, "--init-from", dense)
+    assert again.returncode == 0, again.stderr
+    first, second = (load_file(user_folder / name / "pruned.safetensors") for name in ("run", "other"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("signals", [[0.0], [0.02, 0.3], [0.31, 0.05, 0.17]])
+def test_killed_runs_go_on_to_the_same_bits(user_folder, signals):
+    """SIGKILL at several moments: before the first checkpoint, and at all sorts of times after one."""
+    arguments = [*TRAIN, "--epochs", "6"]
+    assert sparsevd(*arguments, "--out", "whole").returncode == 0
+    broken = user_folder / "broken"
+    for delay in signals:
+        before = (broken / "metrics.jsonl").stat().st_mtime_ns if (broken / "metrics.jsonl").exists() else None
+        process = subprocess.Popen(
+            command(*arguments, "--out", "broken", "--resume"), env=environment(), stdout=subprocess.PIPE, text=True
+        )
+        if delay:  # wait for an epoch of this very process, then a little more
+            while process.poll() is None:
+                now = (broken / "metrics.jsonl").stat().st_mtime_ns if (broken / "metrics.jsonl").exists() else None
+                if now != before:
+                    break
+                time.sleep(0.005)
+            time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    result = sparsevd(*arguments, "--out", "broken", "--resume")
+    assert result.returncode == 0, result.stderr
+    whole = user_folder / "whole"
+    assert (broken / "pruned.safetensors").read_bytes() == (whole / "pruned.safetensors").read_bytes()
+    ours, theirs = (Checkpoint.load(path / "checkpoint.safetensors") for path in (broken, whole))
+    assert all(torch.equal(ours.model[key], theirs.model[key]) for key in theirs.model)
+    assert all(torch.equal(ours.optimizer[key], theirs.optimizer[key]) for key in theirs.optimizer)
+    assert without_time(broken) == without_time(whole)
+    assert sorted(path.name for path in broken.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+
+def test_ctrl_c_saves_and_exits_cleanly(user_folder):
+    arguments = [*TRAIN, "--epochs", "300", "--out", "run"]
+    process = subprocess.Popen(
+        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (user_folder / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "--resume" in errors
+    assert "Traceback" not in errors
+    state = Checkpoint.load(user_folder / "run" / "checkpoint.safetensors").progress["state"]
+    assert state["epoch"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--model", "lenet"], "no model 'lenet'; there are lenet-300-100"),
+        (["train", "--data", "imagenet"], "no data set 'imagenet'"),
+        (["train", "--data", "mine:data", "--model", "mine:nothing"], "'mine:nothing' cannot be imported"),
+        (["train", "--data", "mine:data", "--model", "nowhere:net"], "'nowhere:net' cannot be imported"),
+        (["train", "--data", "mine:data", "--model", "mine:not_a_model"], "returned a int, not a torch module"),
+        (["train", "--data", "mine:data", "--model", "mine:constant"], "not a function"),
+        (["train", "--data", "mine:not_a_model", "--model", "mine:network"], "must return (train, test)"),
+        (["train", "--epochs", "0"], "epochs=0 must be a positive integer"),
+        (["train", "--epochs", "many"], "Invalid value for '--epochs'"),
+        (["train", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["train", "--threshold", "nan", "--data", "mine:data", "--model", "mine:network"], "threshold is NaN"),
+        (["train", "--data-dir", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
+        (["train", "--resume", "--overwrite"], "exclude each other"),
+        ([*TRAIN, "--val-size", "5000"], "leave nothing to train on"),
+        ([*TRAIN, "--init-from", "mine.py"], "mine.py is not a whole safetensors file"),
+        (["info", "missing.safetensors"], "missing.safetensors does not exist"),
+        (["info", "mine.py"], "mine.py is not a whole safetensors file"),
+        (["prune", "plain.safetensors", "-o", "x"], "is not a checkpoint of sparsevd"),
+        (["info", "plain.safetensors", "--threshold", "2"], "no log α"),
+        (["prune", "mine.py"], "Missing option '--output'"),
+        (["fly"], "No such command 'fly'"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(arguments, message, capsys, monkeypatch):
+    from sparsevd import cli
+
+    save_file({"fc.weight": torch.ones(2, 2)}, "plain.safetensors")
+    monkeypatch.setattr(sys, "argv", ["sparsevd", *arguments])
+    monkeypatch.setattr("warnings.showwarning", None)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    errors = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert message in " ".join(errors.replace("│", "").split())
+    assert "Traceback" not in errors
+
+
+def test_a_run_is_not_overwritten_by_accident(trained, user_folder):
+    refused = sparsevd(*TRAIN, "--out", "run", "--epochs", 1)
+    assert refused.returncode == 2
+    assert "--resume continues it, --overwrite starts anew" in refused.stderr
+    changed = sparsevd(*TRAIN, "--out", "run", "--epochs", 1, "--resume")
+    assert changed.returncode == 2
+    assert "epochs: 3 then, 1 now" in changed.stderr
+    replaced = sparsevd(*TRAIN, "--out", "run", "--epochs", 1, "--overwrite")
+    assert replaced.returncode == 0
+    assert len(without_time(user_folder / "run")) == 1
+
+
+@pytest.mark.parametrize("name", ["train", "info", "prune"])
+def test_help_has_an_example(name):
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert f"Example: sparsevd {name} " in " ".join(shown.output.split())

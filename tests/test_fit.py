@@ -1,0 +1,346 @@
+"""The training loop: what it learns, the forms of data it takes, and that a broken run goes on to the same result."""
+
+import dataclasses
+import json
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import sparsevd
+from sparsevd.checkpoint import Checkpoint
+from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
+
+FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
+FEW = sparsevd.FitConfig(epochs=4, batch_size=50)
+
+
+def problem(n=500, features=12, relevant=2):
+    """Classes that depend on the first few features only."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, features, generator=generator)
+    y = (x[:, :relevant].sum(1) > 0).long()
+    return x, y
+
+
+def network(features=12, norm=False):
+    torch.manual_seed(5)
+    layers = [nn.Linear(features, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU(), nn.Linear(8, 2)]
+    return sparsevd.sparsify(nn.Sequential(*layers))
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def without_time(history):
+    return [dataclasses.replace(metrics, seconds=0.0) for metrics in history]
+
+
+def test_it_finds_the_relevant_inputs():
+    model = network()
+    config = sparsevd.FitConfig(epochs=60, batch_size=50, learning_rate=2e-2)
+    history = sparsevd.fit(model, problem(2000), problem(500), config, progress=False)
+    kept = sparsevd.prune(model)[0].weight.abs().sum(0) > 0
+    assert kept[:2].all()
+    assert kept[2:].sum() <= 1
+    assert history[-1].val_error < 5
+    assert history[-1].elbo > history[0].elbo
+
+
+def test_history_says_what_happened(tmp_path):
+    model = network()
+    history = sparsevd.fit(model, problem(), problem(100), FEW, run_dir=tmp_path, progress=False)
+    assert [metrics.epoch for metrics in history] == [1, 2, 3, 4]
+    last = history[-1]
+    assert last.learning_rate == 0
+    assert last.beta == 1
+    assert last.kl == pytest.approx(sparsevd.kl(model).item())
+    assert last.elbo == pytest.approx(-(500 * last.train_loss + last.kl))  # N comes from the data
+    assert last.ratio == pytest.approx(sparsevd.summary(model).ratio)
+    assert last.val_error == pytest.approx(sparsevd.evaluate(model, problem(100)).error)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [dataclasses.asdict(metrics) for metrics in history]
+    assert not model.training
+
+
+def test_the_same_seed_gives_the_same_bits_and_leaves_the_generator_alone():
+    first, second, third = network(), network(), network()
+    before = torch.get_rng_state()
+    sparsevd.fit(first, problem(), None, FEW, progress=False)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.randn(7)
+    sparsevd.fit(second, problem(), None, FEW, progress=False)
+    sparsevd.fit(third, problem(), None, dataclasses.replace(FEW, seed=1), progress=False)
+    assert torch.equal(weights(first), weights(second))
+    assert not torch.equal(weights(first), weights(third))
+
+
+class Pairs(Dataset):
+    def __len__(self):
+        return 500
+
+    def __getitem__(self, i):
+        x, y = problem()
+        return x[i], y[i]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(*problem(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        problem(),
+        TensorDataset(*problem()),
+        Pairs(),
+        DataLoader(TensorDataset(*problem()), batch_size=25, shuffle=True, drop_last=True),
+    ],
+    ids=["pair", "tensors", "dataset", "loader"],
+)
+def test_forms_of_data(data):
+    history = sparsevd.fit(network(), data, data, dataclasses.replace(FEW, epochs=2), progress=False)
+    assert len(history) == 2
+    assert history[-1].elbo == pytest.approx(-(500 * history[-1].train_loss + history[-1].kl))
+
+
+def test_data_of_unknown_length_needs_n_train():
+    loader = DataLoader(Stream(), batch_size=50)
+    with pytest.raises(ArgumentError, match="n_train"):
+        sparsevd.fit(network(), loader, None, FEW, progress=False)
+    history = sparsevd.fit(network(), loader, None, FEW, n_train=500, progress=False)
+    assert history[-1].elbo == pytest.approx(-(500 * history[-1].train_loss + history[-1].kl))
+
+
+@pytest.mark.parametrize("n_train", [499, 0, -1, 2.5, True])
+def test_a_wrong_n_train_is_refused(n_train):
+    with pytest.raises(ArgumentError, match="n_train"):
+        sparsevd.fit(network(), problem(), None, FEW, n_train=n_train, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.zeros(3), "pair of tensors"),
+        ((torch.zeros(3), torch.zeros(4)), "3 inputs and 4 targets"),
+        ((torch.zeros(0, 2), torch.zeros(0)), "0 inputs"),
+        ([1, 2], "pair of tensors"),
+        (TensorDataset(torch.zeros(5, 12)), "pair"),
+        (None, "NoneType"),
+    ],
+)
+def test_wrong_data_is_refused(data, message):
+    with pytest.raises(ArgumentError, match=message):
+        sparsevd.fit(network(), data, None, FEW, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 0),
+        ("epochs", 2.5),
+        ("batch_size", -1),
+        ("learning_rate", 0.0),
+        ("learning_rate", math.nan),
+        ("log_sigma2_lr_ratio", -1.0),
+        ("adam_beta2", 1.0),
+        ("warm_up_end", 2.0),
+        ("seed", -1),
+    ],
+)
+def test_a_wrong_setting_is_refused(field, value):
+    with pytest.raises(ArgumentError, match=str(value)):
+        sparsevd.FitConfig(**{field: value})
+
+
+def test_a_dense_or_frozen_model_is_refused():
+    with pytest.raises(ConversionError, match="sparsify"):
+        sparsevd.fit(nn.Linear(12, 2), problem(), progress=False)
+    with pytest.raises(ArgumentError, match="frozen"):
+        sparsevd.fit(network().requires_grad_(False), problem(), progress=False)
+    with pytest.raises(ArgumentError, match="fit_dense"):
+        sparsevd.fit_dense(network(), problem(), progress=False)
+
+
+def test_dense_training_is_the_same_loop_without_the_kl():
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2))
+    history = sparsevd.fit_dense(model, problem(), problem(200), FEW_AND_FAST, progress=False)
+    assert history[-1].kl is None
+    assert history[-1].sparsity is None
+    assert history[-1].val_error < 5
+
+
+def test_regression_with_another_loss():
+    x = torch.randn(300, 12)
+    y = x[:, :1] * 2
+    model = sparsevd.sparsify(nn.Linear(12, 1))
+    config = sparsevd.FitConfig(epochs=30, batch_size=30, learning_rate=0.05)
+    history = sparsevd.fit(model, (x, y), (x, y), config, loss=F.mse_loss, progress=False)
+    assert history[-1].val_error is None
+    assert history[-1].val_loss < 0.5
+
+
+@pytest.mark.parametrize("stop_after", [1, 3])
+def test_resume_gives_the_same_bits(tmp_path, stop_after, monkeypatch):
+    whole = network(norm=True)
+    expected = sparsevd.fit(whole, problem(), problem(100), FEW, run_dir=tmp_path / "whole", progress=False)
+
+    class Stop(Exception):
+        pass
+
+    def stop(text):
+        if f"epoch {stop_after}/" in text:
+            raise Stop
+
+    broken = network(norm=True)
+    monkeypatch.setattr("sparsevd.progress.Silent.epoch", lambda self, text: stop(text))
+    with pytest.raises(Stop):
+        sparsevd.fit(broken, problem(), problem(100), FEW, run_dir=tmp_path / "broken", progress=False)
+    monkeypatch.undo()
+    torch.manual_seed(99)
+    fresh = network(norm=True)
+    history = sparsevd.fit(
+        fresh, problem(), problem(100), FEW, run_dir=tmp_path / "broken", resume=True, progress=False
+    )
+    assert torch.equal(weights(whole), weights(fresh))
+    assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), fresh.buffers(), strict=True))
+    assert without_time(history) == without_time(expected)
+
+
+def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch):
+    """Ctrl-C is looked at between steps; the checkpoint then holds the middle of the epoch."""
+    whole = network()
+    expected = sparsevd.fit(whole, problem(), None, FEW, progress=False)
+
+    steps = 0
+
+    def press(self, done, text):
+        nonlocal steps
+        steps += 1
+        if steps == 17:  # ten steps an epoch
+            import signal
+
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("sparsevd.progress.Silent.step", press)
+    with pytest.raises(KeyboardInterrupt):
+        sparsevd.fit(network(), problem(), None, FEW, run_dir=tmp_path, progress=False)
+    assert steps == 17
+    assert Checkpoint.load(tmp_path / "checkpoint.safetensors").progress["state"]["batch"] == 7
+    resumed = network()
+    history = sparsevd.fit(resumed, problem(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
+    assert steps == 40
+    assert torch.equal(weights(whole), weights(resumed))
+    assert without_time(history) == without_time(expected)
+
+
+def test_resume_of_a_shuffling_loader_inside_an_epoch(tmp_path, monkeypatch):
+    def loader():
+        return DataLoader(TensorDataset(*problem()), batch_size=50, shuffle=True)
+
+    whole = network()
+    sparsevd.fit(whole, loader(), None, FEW, progress=False)
+
+    def press(self, done, text):
+        if abs(done - 0.35) < 1e-9:
+            import signal
+
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("sparsevd.progress.Silent.step", press)
+    with pytest.raises(KeyboardInterrupt):
+        sparsevd.fit(network(), loader(), None, FEW, run_dir=tmp_path, progress=False)
+    monkeypatch.undo()
+    resumed = network()
+    sparsevd.fit(resumed, loader(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_resume_checks_what_it_resumes(tmp_path):
+    sparsevd.fit(network(), problem(), None, FEW, run_dir=tmp_path, progress=False)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        sparsevd.fit(network(), problem(), None, FEW, run_dir=tmp_path, progress=False)
+    other = dataclasses.replace(FEW, learning_rate=1e-5)
+    with pytest.raises(CheckpointError, match=r"learning_rate: 0\.\d+ then, 1e-05 now"):
+        sparsevd.fit(network(), problem(), None, other, run_dir=tmp_path, resume=True, progress=False)
+    with pytest.raises(CheckpointError, match="n_train: 500 then, 400 now"):
+        sparsevd.fit(network(), problem(400), None, FEW, run_dir=tmp_path, resume=True, progress=False)
+    with pytest.raises(CheckpointError, match="another network"):
+        sparsevd.fit(network(6), problem(features=6), None, FEW, run_dir=tmp_path, resume=True, progress=False)
+    with pytest.raises(ArgumentError, match="run_dir"):
+        sparsevd.fit(network(), problem(), None, FEW, resume=True, progress=False)
+
+
+def test_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path):
+    history = sparsevd.fit(network(), problem(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
+    assert len(history) == 4
+
+
+def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        value = F.cross_entropy(output, target)
+        return value * math.nan if calls == 25 else value
+
+    with pytest.raises(DivergenceError, match="epoch 3, batch 5: the loss is nan.*last good state is in"):
+        sparsevd.fit(network(), problem(), None, FEW, loss=loss, run_dir=tmp_path, progress=False)
+    checkpoint = Checkpoint.load(tmp_path / "checkpoint.safetensors")
+    assert checkpoint.progress["state"]["epoch"] == 2
+    assert all(tensor.isfinite().all() for tensor in checkpoint.model.values())
+
+
+def test_infinite_gradient_of_a_finite_loss_stops():
+    model = network()
+
+    def loss(output, target):
+        return F.cross_entropy(output, target) + torch.sqrt(0 * model[0].bias.abs().sum())
+
+    with pytest.raises(DivergenceError, match="gradients are not finite in 0.bias"):
+        sparsevd.fit(model, problem(), None, FEW, loss=loss, progress=False)
+
+
+def test_nan_in_the_data_is_reported():
+    x, y = problem()
+    x[3, 2] = math.nan
+    with pytest.raises(DivergenceError, match="look for NaN in the data"):
+        sparsevd.fit(network(), (x, y), None, FEW, progress=False)
+
+
+def test_training_outside_the_main_thread():
+    result = []
+    thread = threading.Thread(
+        target=lambda: result.append(sparsevd.fit(network(), problem(), None, FEW, progress=False))
+    )
+    thread.start()
+    thread.join()
+    assert len(result[0]) == 4
+
+
+def test_lines_are_printed_where_there_is_no_terminal(capsys):
+    sparsevd.fit(network(), problem(), problem(50), FEW)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[-1].startswith("epoch 4/4  loss ")
+    assert "validation error" in lines[-1]
+    assert "fewer weights" in lines[-1]
+
+
+def test_elbo_keeps_modes_and_statistics():
+    model = network(norm=True)
+    sparsevd.fit(model, problem(), None, FEW, progress=False)
+    model[3].train()
+    before = [buffer.clone() for buffer in model.buffers()]
+    bound = sparsevd.elbo(model, problem())
+    assert bound < 0
+    assert [module.training for module in model] == [False, False, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
