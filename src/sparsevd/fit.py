@@ -37,12 +37,12 @@ class FitConfig:
     """
 
     epochs: int = 40
-    batch_size: int = 100
+    batch_size: int = 200
     learning_rate: float = 4e-3  # falls linearly to zero over the run
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
-    adam_beta2: float = 0.99  # a shorter memory than Adam's usual 0.999, since gradients shrink as weights vanish
+    adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,84 @@
+"""Draw docs/how-it-works.svg from a finished run of LeNet-300-100 on MNIST.
+
+    python docs/make_figure.py runs/demo
+
+Left: the KL term of eq. 14 against its exact value. Middle: what training makes of log α. Right: which pixels are still read.
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+from sparsevd import functional
+from sparsevd.checkpoint import Checkpoint
+from sparsevd.layers import THRESHOLD
+
+INK, BLUE, RED, GREY = "#22272e", "#2f6fb3", "#c8452f", "#9aa4b0"
+
+
+def draw_kl(axes):
+    log_alpha = torch.linspace(-8, 8, 400, dtype=torch.float64)
+    exact, ours = functional.negative_kl_exact(log_alpha), functional.negative_kl(log_alpha)
+    axes.plot(log_alpha, exact, color=GREY, linewidth=5, label="exact, eq. 13")
+    axes.plot(log_alpha, ours, color=BLUE, linewidth=1.6, label="approximation, eq. 14")
+    small = log_alpha <= 0.6
+    kingma = functional.negative_kl_kingma_cubic(log_alpha)
+    axes.plot(
+        log_alpha[small], kingma[small], color=RED, linewidth=1.2, linestyle="--", label="Kingma et al., for α ≤ 1"
+    )
+    axes.set(title="1. the prior rewards noise", xlabel="log α", ylabel="−KL per weight")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def draw_log_alpha(axes, log_alpha, ratio):
+    bins = torch.linspace(-10, 30, 81).tolist()
+    clipped = log_alpha.clamp(-9.9, 29.9)
+    _, _, bars = axes.hist(clipped.numpy(), bins=bins, color=GREY, log=True)
+    for bar in bars:
+        if bar.get_x() < THRESHOLD:
+            bar.set_facecolor(BLUE)
+    axes.axvline(THRESHOLD, color=RED, linewidth=1.2)
+    axes.text(
+        THRESHOLD + 0.8,
+        axes.get_ylim()[1] * 0.45,
+        "log α > 3:\nnoise drowns it,\nweight = 0",
+        color=INK,
+        fontsize=8,
+        va="top",
+    )
+    axes.set(title="2. training sorts the weights", xlabel="log α after training", ylabel="weights")
+    axes.text(0.98, 0.97, f"{ratio:.0f}× fewer", transform=axes.transAxes, ha="right", va="top", color=BLUE, fontsize=9)
+
+
+def draw_pixels(axes, kept):
+    per_pixel = kept.sum(0).reshape(28, 28)
+    image = axes.imshow(per_pixel, cmap="Blues", interpolation="nearest")
+    read = int((per_pixel > 0).sum())
+    axes.set(title="3. what is left", xlabel=f"{read} of 784 pixels are still read", xticks=[], yticks=[])
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.046)
+    bar.set_label("weights kept per pixel", fontsize=8)
+    bar.outline.set_visible(False)
+
+
+def main() -> None:
+    checkpoint = Checkpoint.load(Path(sys.argv[1]) / "checkpoint.safetensors")
+    layers = {
+        name: functional.log_alpha(checkpoint.model[f"{name}.weight"], checkpoint.model[f"{name}.log_sigma2"])
+        for name in checkpoint.layers
+    }
+    log_alpha = torch.cat([layer.flatten() for layer in layers.values()])
+    ratio = len(log_alpha) / int((log_alpha <= THRESHOLD).sum())
+    plt.rcParams.update({"font.size": 9, "svg.hashsalt": "sparsevd", "axes.edgecolor": GREY, "text.color": INK})
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    draw_kl(axes[0])
+    draw_log_alpha(axes[1], log_alpha, ratio)
+    draw_pixels(axes[2], layers["fc1"] <= THRESHOLD)
+    for panel in axes[:2]:
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(Path(__file__).parent / "how-it-works.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Rules the whole project keeps: the order of imports, a light import, documentation that runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "sparsevd"
+
+# Each module may import those above it in this list, so data never flows back along a model's way.
+ORDER = [
+    "errors",
+    "atomic",
+    "functional",
+    "layers",
+    "convert",
+    "objective",
+    "summary",
+    "batches",
+    "evaluate",
+    "progress",
+    "checkpoint",
+    "run_folder",
+    "fit",
+    "models",
+    "download",
+    "data",
+    "run",
+    "checkpoint_info",
+    "cli",
+]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the package that a file imports at its top level."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "sparsevd":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sparsevd."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("sparsevd.")}
+    return found
+
+
+def test_every_module_has_its_place():
+    assert sorted(ORDER) == sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_one_way(name):
+    allowed = set(ORDER[: ORDER.index(name)])
+    assert imports_of(PACKAGE / f"{name}.py") <= allowed
+
+
+def test_import_is_light():
+    """torch and numpy at import; command line, progress bars and file formats only where they are used."""
+    code = "import sys, sparsevd; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"typer", "rich", "safetensors", "matplotlib", "scipy", "sklearn", "hypothesis"} & set(loaded)
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def test_readme_code_runs(monkeypatch, tmp_path, capsys):
+    """The library example of the README, on random data of MNIST's shape and for one epoch."""
+    (code,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    images, labels = torch.rand(300, 1, 28, 28), torch.randint(0, 10, (300,))
+    splits = type("Splits", (), {"train": (images, labels), "test": (images, labels)})
+    monkeypatch.setattr("sparsevd.data.load", lambda name: splits)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace("epochs=40", "epochs=1"), "README.md", "exec"), {})
+    assert "fewer weights" in capsys.readouterr().out
+
+
+def test_readme_commands_exist():
+    from typer.testing import CliRunner
+
+    from sparsevd.cli import app
+
+    text = "\n".join(blocks(ROOT / "README.md", "bash"))
+    targets = re.findall(r"^make (\w+)", text, re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert {"demo", "test"} <= set(targets)
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    commands = re.findall(r"^(?:\.venv/bin/)?sparsevd (\w+)(.*)$", text, re.MULTILINE)
+    assert commands
+    for name, rest in commands:
+        shown = CliRunner().invoke(app, [name, "--help"]).output
+        for option in re.findall(r"--[\w-]+", rest):
+            assert option in shown, (name, option)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
