@@ -9,7 +9,7 @@ RUN := .venv/bin/
 setup: .venv/ready
 
 # Made again when what it installs changes.
-.venv/ready: pyproject.toml constraints.txt Makefile
+.venv/ready: pyproject.toml setup.py constraints.txt Makefile $(wildcard src/sparsevd/kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "sparsevd needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv

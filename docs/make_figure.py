@@ -2,7 +2,7 @@
 
     python docs/make_figure.py runs/demo
 
-Left: the KL term of eq. 14 against its exact value. Middle: what training makes of log α. Right: which pixels are still read.
+Left: the KL term of eq. 14 beside its exact value. Middle: log α after training. Right: which pixels are still read.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python experiments/lenet_300_100.py
 
-One record per seed goes to results/lenet_300_100.json when the seed is finished; seeds that are there are not run again.
+One record per seed goes to results/lenet_300_100.json when the seed is finished; seeds that are there are not repeated.
 """
 
 import json

@@ -17,6 +17,7 @@ ORDER = [
     "errors",
     "atomic",
     "functional",
+    "kernels",
     "layers",
     "convert",
     "objective",
@@ -32,14 +33,20 @@ ORDER = [
     "data",
     "run",
     "checkpoint_info",
+    "linear_model",
     "cli",
 ]
+
+
+def files_of(name: str) -> list[Path]:
+    """A module is a file, or a folder of files."""
+    return [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).glob("*.py"))
 
 
 def imports_of(path: Path) -> set[str]:
     """Modules of the package that a file imports at its top level."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module == "sparsevd":
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sparsevd."):
@@ -50,13 +57,17 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_every_module_has_its_place():
-    assert sorted(ORDER) == sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {
+        path.parent.name for path in PACKAGE.glob("*/__init__.py")
+    }
+    assert set(ORDER) == modules - {"__init__"}
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_imports_point_one_way(name):
-    allowed = set(ORDER[: ORDER.index(name)])
-    assert imports_of(PACKAGE / f"{name}.py") <= allowed
+    allowed = {*ORDER[: ORDER.index(name)], name}
+    for path in files_of(name):
+        assert imports_of(path) <= allowed
 
 
 def test_import_is_light():
@@ -67,7 +78,7 @@ def test_import_is_light():
 
 
 def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_readme_code_runs(monkeypatch, tmp_path, capsys):
@@ -89,7 +100,7 @@ def test_readme_commands_exist():
 
     text = "\n".join(blocks(ROOT / "README.md", "bash"))
     targets = re.findall(r"^make (\w+)", text, re.MULTILINE)
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert {"demo", "test"} <= set(targets)
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
     commands = re.findall(r"^(?:\.venv/bin/)?sparsevd (\w+)(.*)$", text, re.MULTILINE)
@@ -102,5 +113,5 @@ def test_readme_commands_exist():
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text()):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
         assert target.startswith("https://") or (ROOT / target).exists(), target

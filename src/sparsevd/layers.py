@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsevd import functional
+from sparsevd import functional, kernels
 from sparsevd.errors import ArgumentError
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
@@ -72,7 +72,7 @@ class SparseLayer(nn.Module):
             return self.product(input, self.pruned_weight(), self.bias, *shape)
         gamma = self.product(input, self.weight, self.bias, *shape)
         delta = self._variance(input, *shape)
-        return functional.noisy_output(gamma, delta, torch.randn_like(delta))
+        return kernels.noisy_output(gamma, delta)
 
     def _variance(self, input: Tensor, *shape: Any) -> Tensor:
         """δ = A²·σ² (eq. 17) or A² ∗ σ² (eq. 18), in float32 or wider; the bias has no noise and no part in it."""
@@ -95,7 +95,7 @@ class SparseLayer(nn.Module):
 
     def kl(self) -> Tensor:
         """KL(q ‖ p) of the whole layer, a scalar (eq. 14)."""
-        return functional.kl(self.weight, self.log_sigma2)
+        return kernels.kl(self.weight, self.log_sigma2)
 
     def plain(self, threshold: float | None = None) -> nn.Module:
         """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""

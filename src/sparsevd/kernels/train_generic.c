@@ -1,0 +1,6 @@
+#include "kernels.h"
+
+#define LANES 4
+#define TARGET 
+#define NAME(f) f##_generic
+#include "train.h"

@@ -1,0 +1,83 @@
+/* Vector arithmetic in GCC/Clang vector extensions. Included once per instruction set, with these defined before:
+   LANES    floats in a register
+   TARGET   the function attribute that allows the instruction set
+   NAME(f)  the name of f for this instruction set */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+typedef float NAME(vf) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(vi) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(vu) __attribute__((vector_size(4 * LANES)));
+#define vf NAME(vf)
+#define vi NAME(vi)
+#define vu NAME(vu)
+
+INLINE vf NAME(splat)(float x) { return x - (vf){0}; }
+#define splat NAME(splat)
+
+INLINE vf NAME(load)(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+#define load NAME(load)
+INLINE void NAME(store)(float *p, vf v) { memcpy(p, &v, sizeof v); }
+#define store NAME(store)
+
+/* mask ? a : b for a mask of all ones or all zeros per lane, as comparisons give it */
+INLINE vf NAME(select)(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+#define select NAME(select)
+INLINE vf NAME(absolute)(vf x) { return (vf)((vi)x & 0x7fffffff); }
+#define absolute NAME(absolute)
+INLINE vf NAME(larger)(vf a, vf b) { return select(a > b, a, b); }
+#define larger NAME(larger)
+
+INLINE vf NAME(square_root)(vf x) {
+  vf y;
+  for (int lane = 0; lane < LANES; lane++) y[lane] = __builtin_sqrtf(x[lane]);
+  return y;
+}
+#define square_root NAME(square_root)
+
+/* e^x for x <= 0, to 1 ulp or so: x = n log 2 + r with |r| <= log(2)/2, then a polynomial. 0 below -87. */
+INLINE vf NAME(exponential)(vf x) {
+  vi vanishes = x < splat(-87.0f);
+  x = larger(x, splat(-87.0f));
+  vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to the nearest integer */
+  vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  vi exponent = __builtin_convertvector(n, vi);
+  return select(vanishes, splat(0.0f), p * (vf)((exponent + 127) << 23));
+}
+#define exponential NAME(exponential)
+
+/* log x to 1 ulp or so, for normal positive x: x = 2^e m with m around 1, then a polynomial in m - 1. */
+INLINE vf NAME(logarithm)(vf x) {
+  vi bits = (vi)x;
+  vi e = (bits >> 23) - 126;
+  vf m = (vf)((bits & 0x007fffff) | 0x3f000000); /* in [0.5, 1) */
+  vi low = m < splat(0.70710678f);
+  e += low; /* a mask of ones is -1 */
+  m = select(low, m + m, m) - 1.0f;
+  vf z = m * m;
+  vf p = splat(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  p = p * m * z;
+  vf n = __builtin_convertvector(e, vf);
+  p += n * -2.12194440e-4f - 0.5f * z;
+  return m + p + n * 0.693359375f;
+}
+#define logarithm NAME(logarithm)

@@ -1,0 +1,177 @@
+"""Every kernel against its twin in `functional`, on every instruction set that this machine has."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import sparsevd
+from sparsevd import functional, kernels
+
+GENERIC, AVX2, AVX512 = 1, 2, 3
+SETS = [s for s in (GENERIC, AVX2, AVX512) if kernels.available() and kernels.library().sparsevd_supports(s)]
+built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
+every_set = pytest.mark.parametrize("instruction_set", SETS)
+SIZES = [1, 3, 4, 7, 16, 63, 64, 65, 100, 4095, 4096, 4097, 20_000]
+
+
+def weights(n):
+    theta = 0.1 * torch.randn(n)
+    log_sigma2 = 2 * theta.abs().log() + 60 * (torch.rand(n) - 0.5)
+    if n > 50:
+        theta[:6] = torch.tensor([0.0, -0.0, 1e-45, 1e-39, -1e-37, 1e3])
+        log_sigma2[:6] = -10.0
+    return theta, log_sigma2
+
+
+@built
+@every_set
+@pytest.mark.parametrize("n", SIZES)
+def test_kl_and_gradients_equal_the_twin(instruction_set, n):
+    theta, log_sigma2 = weights(n)
+    value, grad_theta, grad_log_sigma2 = kernels.kl_with_gradients(theta, log_sigma2, instruction_set)
+    wide = [tensor.double().requires_grad_() for tensor in (theta, log_sigma2)]
+    # In double the twin goes on below the smallest float32, where the kernel takes the limit.
+    with torch.no_grad():
+        wide[0][wide[0].abs() < torch.finfo(torch.float32).tiny] = 0.0
+    expected = functional.kl(*wide)
+    expected.backward()
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad_log_sigma2.double(), wide[1].grad, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(grad_theta.double(), wide[0].grad, rtol=5e-5, atol=1e-6)
+
+
+@built
+@every_set
+@pytest.mark.parametrize("n", SIZES)
+def test_noise_equals_the_twin_with_the_same_epsilon(instruction_set, n):
+    gamma, delta = torch.randn(n), torch.rand(n)
+    delta[:: max(1, n // 5)] = 0.0
+    epsilon = torch.empty(n)
+    out = kernels.add_noise(gamma, delta, 42, epsilon, instruction_set)
+    delta.requires_grad_()
+    expected = functional.noisy_output(gamma, delta, epsilon)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-6, atol=1e-6)
+    grad = torch.randn(n)
+    expected.backward(grad)
+    ours = kernels.noise_gradient(grad, delta.detach(), 42, instruction_set)
+    torch.testing.assert_close(ours, delta.grad, rtol=1e-5, atol=1e-7)
+
+
+def epsilon_of(seed, n, instruction_set=kernels.BEST):
+    epsilon = torch.empty(n)
+    kernels.add_noise(torch.zeros(n), torch.ones(n), seed, epsilon, instruction_set)
+    return epsilon
+
+
+@built
+def test_noise_is_standard_normal_and_uncorrelated():
+    epsilon = epsilon_of(7, 1_000_000).double().numpy()
+    assert stats.kstest(epsilon, "norm").pvalue > 1e-3
+    assert abs(epsilon.mean()) < 4e-3
+    assert stats.kurtosis(epsilon) == pytest.approx(0, abs=0.02)
+    for lag in (1, 2, 16, 32, 48, 64):
+        assert abs(np.corrcoef(epsilon[:-lag], epsilon[lag:])[0, 1]) < 4e-3
+    other = epsilon_of(8, 1_000_000).double().numpy()
+    assert abs(np.corrcoef(epsilon, other)[0, 1]) < 4e-3
+
+
+def threefry(counter, key):
+    """Threefry-4x32-20 in plain Python integers, after the description in the paper of Salmon et al."""
+    mask = 2**32 - 1
+    rotations = [(10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)]
+    schedule = [*key, 0x1BD11BDA]
+    for word in key:
+        schedule[4] ^= word
+    x = [(c + k) & mask for c, k in zip(counter, key, strict=True)]
+    for r in range(20):
+        first, second = (1, 3) if r % 2 == 0 else (3, 1)
+        for target, source, turn in ((0, first, rotations[r % 8][0]), (2, second, rotations[r % 8][1])):
+            x[target] = (x[target] + x[source]) & mask
+            x[source] = ((x[source] << turn | x[source] >> (32 - turn)) & mask) ^ x[target]
+        if r % 4 == 3:
+            s = r // 4 + 1
+            x = [(x[i] + schedule[(s + i) % 5] + (s if i == 3 else 0)) & mask for i in range(4)]
+    return x
+
+
+def test_reference_generator_gives_the_published_numbers():
+    """Known answers for zero and for all-ones input, published with the generator's reference code."""
+    assert [f"{word:08x}" for word in threefry([0] * 4, [0] * 4)] == ["9c6ca96a", "e17eae66", "fc10ecd4", "5256a7d8"]
+    ones = [2**32 - 1] * 4
+    assert [f"{word:08x}" for word in threefry(ones, ones)] == ["2a881696", "57012287", "f6c7446e", "a16a6732"]
+
+
+@built
+@every_set
+def test_noise_comes_from_the_documented_counters(instruction_set):
+    """Number 16·w + l of block b is made from word w of counter 16·b + l, by Box and Muller."""
+    seed = 0x0123456789ABCDEF
+    epsilon = epsilon_of(seed, 256, instruction_set).double().numpy()
+    key = [seed & (2**32 - 1), seed >> 32, 0, 0]
+    for block in range(4):
+        for lane in range(16):
+            words = threefry([16 * block + lane, 0, 0, 0], key)
+            for pair in (0, 2):
+                radius = np.sqrt(-2 * np.log(((words[pair] >> 8) + 1) / 2**24))
+                angle = 2 * np.pi * (words[pair + 1] >> 8) / 2**24
+                start = 64 * block + lane
+                assert epsilon[start + 16 * pair] == pytest.approx(radius * np.cos(angle), abs=2e-6)
+                assert epsilon[start + 16 * (pair + 1)] == pytest.approx(radius * np.sin(angle), abs=2e-6)
+
+
+@built
+def test_threads_change_nothing():
+    theta, log_sigma2 = weights(50_000)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append([epsilon_of(3, 50_000), *kernels.kl_with_gradients(theta, log_sigma2)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@built
+def test_autograd_passes_through_the_kernels():
+    """The same loss through kernels and through the twin with the noise the kernel used."""
+    layer = sparsevd.sparsify(nn.Linear(30, 20), initial_log_sigma2=-4.0)
+    x = torch.randn(16, 30, requires_grad=True)
+    torch.manual_seed(11)
+    seed = kernels.fresh_seed()
+    torch.manual_seed(11)
+    loss = layer(x).square().sum() + layer.kl()
+    ours = torch.autograd.grad(loss, [x, *layer.parameters()])
+    gamma = nn.functional.linear(x, layer.weight, layer.bias)
+    delta = nn.functional.linear(x.square(), layer.log_sigma2.exp())
+    epsilon = epsilon_of(seed, gamma.numel()).view_as(gamma)
+    twin = functional.noisy_output(gamma, delta, epsilon).square().sum()
+    twin = twin + functional.kl(layer.weight, layer.log_sigma2)
+    theirs = torch.autograd.grad(twin, [x, *layer.parameters()])
+    torch.testing.assert_close(loss, twin)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_without_kernels_everything_works(tmp_path):
+    """The fallback trains the same model; a process that never saw the library."""
+    code = """
+import torch, sparsevd
+from torch import nn
+import sparsevd.kernels as kernels
+kernels.library.cache_clear()
+kernels.Path = type("NoFiles", (), {"__init__": lambda s, *a: None, "parent": property(lambda s: s),
+                                    "glob": lambda s, p: []})
+assert not kernels.available()
+x = torch.randn(200, 4); y = (x[:, 0] > 0).long()
+history = sparsevd.fit(sparsevd.sparsify(nn.Linear(4, 2)), (x, y), None, sparsevd.FitConfig(epochs=2), progress=False)
+print(len(history))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "2"
