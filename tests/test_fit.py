@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import sparsevd
 from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
+from sparsevd.fit import DECAYS
 
 FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
 FEW = sparsevd.FitConfig(epochs=4, batch_size=50)
@@ -150,6 +151,7 @@ def test_wrong_data_is_refused(data, message):
         ("learning_rate", math.nan),
         ("log_sigma2_lr_ratio", -1.0),
         ("adam_beta2", 1.0),
+        ("decay", "never"),
         ("warm_up_end", 2.0),
         ("seed", -1),
     ],
@@ -157,6 +159,13 @@ def test_wrong_data_is_refused(data, message):
 def test_a_wrong_setting_is_refused(field, value):
     with pytest.raises(ArgumentError, match=str(value)):
         sparsevd.FitConfig(**{field: value})
+
+
+def test_decays_go_from_one_to_zero():
+    for decay in DECAYS.values():
+        assert decay(0.0) == 1
+        assert decay(0.5) == pytest.approx(0.5)
+        assert decay(1.0) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_dense_or_frozen_model_is_refused():

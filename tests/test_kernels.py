@@ -1,7 +1,9 @@
 """Every kernel against its twin in `functional`, on every instruction set that this machine has."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,3 +177,16 @@ print(len(history))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "2"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_kernels_are_clean_under_the_sanitisers(tmp_path):
+    sources = sorted(str(path) for path in Path(kernels.__file__).parent.glob("*.c"))
+    program = tmp_path / "check"
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+    options = ["-std=gnu11", "-O1", "-g", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    source = Path(__file__).parent / "kernels_under_sanitisers.c"
+    subprocess.run(["cc", *options, *checks, *sources, str(source), "-o", str(program), "-lm"], check=True)
+    result = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[0]) > 400

@@ -38,6 +38,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Seed of weights, noise and order.")] = _FIT.seed,
     batch_size: Annotated[int, typer.Option(help="Examples per step.")] = _FIT.batch_size,
     learning_rate: Annotated[float, typer.Option(help="Adam's rate, falling to zero.")] = _FIT.learning_rate,
+    decay: Annotated[str, typer.Option(help="How the rate falls: cosine or linear.")] = _FIT.decay,
     log_sigma2_lr_ratio: Annotated[
         float, typer.Option(help="Rate of log σ², relative to the learning rate.")
     ] = _FIT.log_sigma2_lr_ratio,
@@ -68,6 +69,7 @@ def train(
         epochs=epochs,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        decay=decay,
         log_sigma2_lr_ratio=log_sigma2_lr_ratio,
         adam_beta2=adam_beta2,
         warm_up_start=warm_up_start,

@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -27,6 +27,12 @@ from sparsevd.objective import elbo_loss, kl, sparse_layers, warm_up
 from sparsevd.run_folder import EpochMetrics, RunFolder, State
 from sparsevd.summary import summary
 
+# What is left of the learning rate when a part of the run, from 0 to 1, is over.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+
 
 @dataclass(frozen=True)
 class FitConfig:
@@ -38,7 +44,8 @@ class FitConfig:
 
     epochs: int = 40
     batch_size: int = 200
-    learning_rate: float = 4e-3  # falls linearly to zero over the run
+    learning_rate: float = 4e-3  # falls to zero over the run ...
+    decay: str = "cosine"  # ... along half a cosine, or "linear" as in the paper
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
@@ -54,6 +61,8 @@ class FitConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
+        if self.decay not in DECAYS:
+            raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
         if not 0 < self.adam_beta2 < 1:
             raise ArgumentError(f"adam_beta2={self.adam_beta2!r} must lie between 0 and 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
@@ -149,7 +158,7 @@ def _fit(
                 x, y = x.to(device), y.to(device)
                 done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
                 beta = beta_at(done)
-                _set_learning_rate(optimizer, 1 - done)
+                _set_learning_rate(optimizer, DECAYS[config.decay](done))
 
                 output = model(x)
                 nll = loss(output, y)
@@ -254,7 +263,7 @@ def _epoch_metrics(
     held_out = evaluate(model, val, loss) if val is not None else None
     return EpochMetrics(
         epoch=state.epoch + 1,
-        learning_rate=config.learning_rate * (1 - (state.epoch + 1) / config.epochs),
+        learning_rate=config.learning_rate * DECAYS[config.decay]((state.epoch + 1) / config.epochs),
         beta=beta,
         train_loss=train_loss,
         train_error=100 * state.wrong / state.seen if state.wrong is not None else None,
