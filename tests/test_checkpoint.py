@@ -8,6 +8,7 @@ import sparsevd
 from sparsevd import atomic
 from sparsevd.checkpoint import Checkpoint, load_weights, read_tensors, write_tensors
 from sparsevd.errors import CheckpointError, SparseVDError
+from sparsevd.layers import INITIAL_LOG_SIGMA2
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_weights_go_into_dense_and_sparse_models(tmp_path):
     sparse = sparsevd.sparsify(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     load_weights(sparse, tmp_path / "dense")
     assert torch.equal(sparse[0].weight, dense[0].weight)
-    assert (sparse[0].log_sigma2 == -10).all()
+    assert (sparse[0].log_sigma2 == INITIAL_LOG_SIGMA2).all()
     Checkpoint(dict(sparse.state_dict())).save(tmp_path / "sparse")
     other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     load_weights(other, tmp_path / "sparse")

@@ -1,6 +1,7 @@
 """The training loop: what it learns, the forms of data it takes, and that a broken run goes on to the same result."""
 
 import dataclasses
+import itertools
 import json
 import math
 import threading
@@ -152,6 +153,7 @@ def test_wrong_data_is_refused(data, message):
         ("log_sigma2_lr_ratio", -1.0),
         ("adam_beta2", 1.0),
         ("decay", "never"),
+        ("drop_from", 1.5),
         ("warm_up_end", 2.0),
         ("seed", -1),
     ],
@@ -159,6 +161,28 @@ def test_wrong_data_is_refused(data, message):
 def test_a_wrong_setting_is_refused(field, value):
     with pytest.raises(ArgumentError, match=str(value)):
         sparsevd.FitConfig(**{field: value})
+
+
+def test_dropped_weights_stay_zero():
+    """From drop_from on, what is pruned after an epoch never comes back, and the rest goes on learning."""
+    model = network()
+    config = sparsevd.FitConfig(epochs=20, batch_size=50, learning_rate=2e-2, drop_from=0.5)
+    gone = []
+
+    def watch(self, text):
+        gone.append(~model[0].alive())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparsevd.progress.Silent.epoch", watch)
+        sparsevd.fit(model, problem(2000), None, config, progress=False)
+    assert not any(mask.any() for mask in gone[:9])
+    assert gone[10].any()
+    assert all((after | ~before).all() for before, after in itertools.pairwise(gone))
+    assert (model[0].weight[gone[-1]] == 0).all()
+    assert (model[0].pruned_weight()[gone[-1]] == 0).all()
+    never = network()
+    sparsevd.fit(never, problem(), None, dataclasses.replace(FEW, drop_from=1.0), progress=False)
+    assert never[0].alive().all()
 
 
 def test_decays_go_from_one_to_zero():

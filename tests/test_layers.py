@@ -9,7 +9,7 @@ from torch import nn
 
 from sparsevd import functional
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import SPARSE_TYPES, SparseLayer
+from sparsevd.layers import DROPPED_LOG_SIGMA2, INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
 
 # For every plain type: constructor arguments and the shape of an input. Together they touch every option.
 CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
@@ -165,6 +165,24 @@ def test_threshold_prunes_above_and_keeps_below():
     assert layer.pruned_weight(threshold=4.0).tolist() == [[1.0, 1.0]]
 
 
+def test_a_dropped_weight_has_no_kl_no_noise_and_no_gradient():
+    layer = half_pruned(make(nn.Linear, {"in_features": 40, "out_features": 30})).train()
+    before = layer.pruned_weight().clone()
+    layer.drop()
+    assert torch.equal(layer.pruned_weight(), before)
+    assert torch.equal(layer.alive(), before != 0)
+    gone = ~layer.alive()
+    assert 0 < gone.float().mean() < 1
+    (layer(torch.randn(8, 40)).sum() + layer.kl()).backward()
+    assert (layer.log_sigma2.grad[gone].abs() < 1e-20).all()
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.bias.zero_()
+        layer.log_sigma2.fill_(DROPPED_LOG_SIGMA2)
+        assert layer.kl() == 0
+        assert layer(torch.randn(8, 40)).abs().max() < 1e-10
+
+
 def test_nan_threshold_is_refused():
     with pytest.raises(ArgumentError, match="NaN"):
         make(nn.Linear, {"in_features": 2, "out_features": 1}, threshold=math.nan)
@@ -208,7 +226,7 @@ def test_reset_parameters_draws_fresh_weights():
     layer = SPARSE_TYPES[nn.Conv2d](nn.Conv2d(2, 3, 3, device="meta")).to_empty(device="cpu")
     layer.reset_parameters()
     assert layer.weight.std() > 0.01
-    assert (layer.log_sigma2 == -10).all()
+    assert (layer.log_sigma2 == INITIAL_LOG_SIGMA2).all()
 
 
 def test_repr_tells_the_options():

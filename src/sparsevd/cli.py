@@ -42,6 +42,9 @@ def train(
     log_sigma2_lr_ratio: Annotated[
         float, typer.Option(help="Rate of log σ², relative to the learning rate.")
     ] = _FIT.log_sigma2_lr_ratio,
+    drop_from: Annotated[
+        float, typer.Option(help="Part of the run from which pruned weights are zero for good.")
+    ] = _FIT.drop_from,
     adam_beta2: Annotated[float, typer.Option(help="Decay of Adam's mean square.")] = _FIT.adam_beta2,
     warm_up_start: Annotated[
         float, typer.Option(help="Part of the run up to which the KL has no weight.")
@@ -71,6 +74,7 @@ def train(
         learning_rate=learning_rate,
         decay=decay,
         log_sigma2_lr_ratio=log_sigma2_lr_ratio,
+        drop_from=drop_from,
         adam_beta2=adam_beta2,
         warm_up_start=warm_up_start,
         warm_up_end=warm_up_end,

@@ -49,6 +49,7 @@ class FitConfig:
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
+    drop_from: float = 0.7  # from this part on, a weight above the threshold after an epoch is zero for good; 1: none
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
 
@@ -61,6 +62,8 @@ class FitConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
+        if not 0 <= self.drop_from <= 1:
+            raise ArgumentError(f"drop_from={self.drop_from!r} must be a part of the run, from 0 to 1")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
         if not 0 < self.adam_beta2 < 1:
@@ -150,6 +153,7 @@ def _fit(
             begun = time.monotonic() - state.seconds
             torch.manual_seed(config.seed * 1_000_003 + state.epoch)
             model.train()
+            dropped = _dropped(model)
             remaining = islice(batches(train, config.batch_size, shuffle=True), state.batch, None)
             for i, (x, y) in enumerate(remaining):
                 if i == 0 and rng is not None:
@@ -167,6 +171,8 @@ def _fit(
                 objective.backward()  # type: ignore[no-untyped-call]
                 _check_finite(objective, model, state, folder)
                 optimizer.step()
+                for layer, alive in dropped:
+                    layer.weight.data.mul_(alive)
 
                 state.batch += 1
                 state.seen += len(y)
@@ -182,6 +188,9 @@ def _fit(
                 raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
             metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, beta, time.monotonic() - begun)
             _check_parameters(model, state, folder)
+            if sparse and config.drop_from <= metrics.epoch / config.epochs < 1:
+                for layer in sparse_layers(model).values():
+                    layer.drop()
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
             folder.save(model, optimizer, state)
             progress.epoch(_describe(state, config))
@@ -215,6 +224,13 @@ def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
     return torch.optim.Adam(
         [g for g in groups if g["params"]], lr=config.learning_rate, betas=(0.9, config.adam_beta2), fused=True
     )
+
+
+def _dropped(model: nn.Module) -> list[tuple[SparseLayer, Tensor]]:
+    """The layers that have lost weights for good, with the mask of those that are left."""
+    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
+    masks = [(layer, layer.alive()) for layer in layers]
+    return [(layer, alive) for layer, alive in masks if not alive.all()]
 
 
 def _set_learning_rate(optimizer: torch.optim.Adam, factor: float) -> None:

@@ -20,8 +20,10 @@ from sparsevd.errors import ArgumentError
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
 THRESHOLD = 3.0
-# Small against any usual weight (σ = 0.0067), so that a converted network starts out as itself.
-INITIAL_LOG_SIGMA2 = -10.0
+# Small against a usual weight (σ = 0.018), so that a converted network starts out almost as itself.
+INITIAL_LOG_SIGMA2 = -8.0
+# log σ² of a weight that was dropped for good: no noise, and with θ = 0 a log α above any threshold.
+DROPPED_LOG_SIGMA2 = -60.0
 
 
 def checked_threshold(threshold: float) -> float:
@@ -92,6 +94,20 @@ class SparseLayer(nn.Module):
         """The weight with exact zeros where log α exceeds the threshold (the layer's own by default)."""
         limit = self.threshold if threshold is None else checked_threshold(threshold)
         return functional.pruned(self.weight, self.log_sigma2, limit)
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Make every weight above the threshold a zero for good: θ = 0 and σ = 0 up to rounding.
+
+        Training must then keep θ there, by multiplying it with `alive()` after each step.
+        """
+        self.weight.copy_(self.pruned_weight())
+        self.log_sigma2.masked_fill_(self.weight == 0, DROPPED_LOG_SIGMA2)
+
+    @torch.no_grad()
+    def alive(self) -> Tensor:
+        """False for every weight that was dropped for good."""
+        return (self.weight != 0) | (self.log_sigma2 > DROPPED_LOG_SIGMA2 + 1)
 
     def kl(self) -> Tensor:
         """KL(q ‖ p) of the whole layer, a scalar (eq. 14)."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsevd import atomic, data, models
+from sparsevd import atomic, data, kernels, models
 from sparsevd.batches import Data, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
@@ -86,6 +86,8 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
         f"{config.model} on {config.data}: {summary(model).weights:,} weights in {len(conversion.replaced)} "
         f"Sparse VD layers, {n:,} training examples, {config.fit.epochs} epochs"
     )
+    if not kernels.available():
+        say("the C kernels are not built (no C compiler at installation): training works, at about half the speed")
     history = fit(model, train, val, config.fit, run_dir=config.out, resume=config.resume)
     seconds = sum(metrics.seconds for metrics in history)
 
