@@ -28,28 +28,23 @@ INLINE vf NAME(kl_lanes)(vf theta, vf log_sigma2, vf *grad_theta, vf *grad_log_s
   return K1 * t + 0.5f * (larger(-log_alpha, splat(0.0f)) + log1p);
 }
 
-/* The same over n <= KL_BLOCK weights. Returns the sum, whose order does not depend on LANES: lane i of 16 sums every
-   16th weight in double, so that all machines agree closely. */
+/* The same over a block of n weights. Returns the sum: number i is added to sum i mod 16 whatever LANES is, and what is
+   read past the end is theta = 0, whose KL is 0. */
 TARGET static double NAME(kl_block)(const float *theta, const float *log_sigma2, float *grad_theta,
                                     float *grad_log_sigma2, ptrdiff_t n) {
-  double sums[16] = {0};
-  for (ptrdiff_t i = 0; i < n; i += LANES) {
-    ptrdiff_t count = n - i < LANES ? n - i : LANES;
-    vf th = splat(0.0f), ls = splat(0.0f), gt, gl;
-    if (count == LANES) {
-      th = load(theta + i);
-      ls = load(log_sigma2 + i);
-    } else {
-      memcpy(&th, theta + i, sizeof(float) * count);
-      memcpy(&ls, log_sigma2 + i, sizeof(float) * count);
+  vf sums[16 / LANES] = {{0}};
+  for (ptrdiff_t start = 0; start < n; start += 16) {
+    for (int part = 0; part < 16 / LANES; part++) {
+      ptrdiff_t i = start + part * LANES;
+      if (i >= n) break;
+      vf gt, gl;
+      sums[part] += NAME(kl_lanes)(load_part(theta + i, n - i), load_part(log_sigma2 + i, n - i), &gt, &gl);
+      store_part(grad_theta + i, gt, n - i);
+      store_part(grad_log_sigma2 + i, gl, n - i);
     }
-    vf kl = NAME(kl_lanes)(th, ls, &gt, &gl);
-    memcpy(grad_theta + i, &gt, sizeof(float) * count);
-    memcpy(grad_log_sigma2 + i, &gl, sizeof(float) * count);
-    for (ptrdiff_t lane = 0; lane < count; lane++) sums[(i + lane) & 15] += kl[lane];
   }
   double sum = 0;
-  for (int lane = 0; lane < 16; lane++) sum += sums[lane];
+  for (int i = 0; i < 16; i++) sum += sums[i / LANES][i % LANES];
   return sum;
 }
 
@@ -117,12 +112,8 @@ TARGET static void NAME(normal_block)(float *out, uint64_t seed, uint64_t block)
 TARGET static void NAME(noise_forward_block)(const float *gamma, const float *delta, float *out, const float *epsilon,
                                              int n) {
   for (int i = 0; i < n; i += LANES) {
-    int count = n - i < LANES ? n - i : LANES;
-    vf g = splat(0.0f), d = splat(0.0f);
-    memcpy(&g, gamma + i, sizeof(float) * count);
-    memcpy(&d, delta + i, sizeof(float) * count);
-    g += square_root(larger(d, splat(SMALLEST))) * load(epsilon + i);
-    memcpy(out + i, &g, sizeof(float) * count);
+    vf deviation = square_root(larger(load_part(delta + i, n - i), splat(SMALLEST)));
+    store_part(out + i, load_part(gamma + i, n - i) + deviation * load(epsilon + i), n - i);
   }
 }
 
@@ -130,13 +121,9 @@ TARGET static void NAME(noise_forward_block)(const float *gamma, const float *de
 TARGET static void NAME(noise_backward_block)(const float *grad, const float *delta, float *grad_delta,
                                               const float *epsilon, int n) {
   for (int i = 0; i < n; i += LANES) {
-    int count = n - i < LANES ? n - i : LANES;
-    vf g = splat(0.0f), d = splat(0.0f);
-    memcpy(&g, grad + i, sizeof(float) * count);
-    memcpy(&d, delta + i, sizeof(float) * count);
-    vi held = d < splat(SMALLEST);
-    g = select(held, splat(0.0f), 0.5f * g * load(epsilon + i) / square_root(larger(d, splat(SMALLEST))));
-    memcpy(grad_delta + i, &g, sizeof(float) * count);
+    vf d = load_part(delta + i, n - i);
+    vf g = 0.5f * load_part(grad + i, n - i) * load(epsilon + i) / square_root(larger(d, splat(SMALLEST)));
+    store_part(grad_delta + i, select(d < splat(SMALLEST), splat(0.0f), g), n - i);
   }
 }
 

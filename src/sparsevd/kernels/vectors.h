@@ -23,6 +23,19 @@ INLINE vf NAME(load)(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; 
 #define load NAME(load)
 INLINE void NAME(store)(float *p, vf v) { memcpy(p, &v, sizeof v); }
 #define store NAME(store)
+/* The same for the first count of LANES numbers; the others are read as zero and not written. */
+INLINE vf NAME(load_part)(const float *p, ptrdiff_t count) {
+  if (count >= LANES) return load(p);
+  vf v = {0};
+  memcpy(&v, p, sizeof(float) * count);
+  return v;
+}
+#define load_part NAME(load_part)
+INLINE void NAME(store_part)(float *p, vf v, ptrdiff_t count) {
+  if (count >= LANES) store(p, v);
+  else memcpy(p, &v, sizeof(float) * count);
+}
+#define store_part NAME(store_part)
 
 /* mask ? a : b for a mask of all ones or all zeros per lane, as comparisons give it */
 INLINE vf NAME(select)(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
