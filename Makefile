@@ -20,6 +20,10 @@ setup: .venv/ready
 demo: setup
 	$(RUN)sparsevd train --model lenet-300-100 --data mnist --out runs/demo --resume
 
+# The README's figure, from the run of the demo.
+figures: setup
+	$(RUN)python docs/make_figure.py runs/demo
+
 check: setup
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .

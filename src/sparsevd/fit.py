@@ -188,7 +188,8 @@ def _fit(
                 raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
             metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, beta, time.monotonic() - begun)
             _check_parameters(model, state, folder)
-            if sparse and config.drop_from <= metrics.epoch / config.epochs < 1:
+            # Never before β has its final value: until then a large α means little.
+            if sparse and max(config.drop_from, config.warm_up_end) <= metrics.epoch / config.epochs < 1:
                 for layer in sparse_layers(model).values():
                     layer.drop()
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
