@@ -247,8 +247,9 @@ def test_resume_gives_the_same_bits(tmp_path, stop_after, monkeypatch):
     assert without_time(history) == without_time(expected)
 
 
-def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch):
-    """Ctrl-C is looked at between steps; the checkpoint then holds the middle of the epoch."""
+@pytest.mark.parametrize("when", [1, 17, 20, 31])
+def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch, when):
+    """Ctrl-C is looked at between steps; the checkpoint then holds the batches of the epoch that are done."""
     whole = network()
     expected = sparsevd.fit(whole, problem(), None, FEW, progress=False)
 
@@ -257,7 +258,7 @@ def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch):
     def press(self, done, text):
         nonlocal steps
         steps += 1
-        if steps == 17:  # ten steps an epoch
+        if steps == when:  # ten steps an epoch
             import signal
 
             signal.raise_signal(signal.SIGINT)
@@ -265,8 +266,8 @@ def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr("sparsevd.progress.Silent.step", press)
     with pytest.raises(KeyboardInterrupt):
         sparsevd.fit(network(), problem(), None, FEW, run_dir=tmp_path, progress=False)
-    assert steps == 17
-    assert Checkpoint.load(tmp_path / "checkpoint.safetensors").progress["state"]["batch"] == 7
+    assert steps == when
+    assert Checkpoint.load(tmp_path / "checkpoint.safetensors").progress["state"]["batch"] == (when - 1) % 10 + 1
     resumed = network()
     history = sparsevd.fit(resumed, problem(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
     assert steps == 40

@@ -161,12 +161,11 @@ def _fit(
                     rng = None
                 x, y = x.to(device), y.to(device)
                 done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
-                beta = beta_at(done)
                 _set_learning_rate(optimizer, DECAYS[config.decay](done))
 
                 output = model(x)
                 nll = loss(output, y)
-                objective = elbo_loss(nll, model, n_train=n, beta=beta) if sparse else nll
+                objective = elbo_loss(nll, model, n_train=n, beta=beta_at(done)) if sparse else nll
                 optimizer.zero_grad()
                 objective.backward()  # type: ignore[no-untyped-call]
                 _check_finite(objective, model, state, folder)
@@ -184,14 +183,16 @@ def _fit(
                     state.seconds = time.monotonic() - begun
                     folder.save(model, optimizer, state, torch.get_rng_state())
                     raise KeyboardInterrupt
+            rng = None  # an epoch interrupted after its last batch has nothing left to draw
             if state.seen == 0:
                 raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
-            metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, beta, time.monotonic() - begun)
+            metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, time.monotonic() - begun)
             _check_parameters(model, state, folder)
             # Never before β has its final value: until then a large α means little.
             if sparse and max(config.drop_from, config.warm_up_end) <= metrics.epoch / config.epochs < 1:
                 for layer in sparse_layers(model).values():
-                    layer.drop()
+                    if layer.weight.requires_grad:
+                        layer.drop()
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
             folder.save(model, optimizer, state)
             progress.epoch(_describe(state, config))
@@ -271,17 +272,17 @@ def _epoch_metrics(
     state: State,
     n: int,
     sparse: bool,
-    beta: float,
     seconds: float,
 ) -> EpochMetrics:
+    done = (state.epoch + 1) / config.epochs
     train_loss = state.loss / state.seen
     left = summary(model) if sparse else None
     divergence = kl(model).item() if sparse else None
     held_out = evaluate(model, val, loss) if val is not None else None
     return EpochMetrics(
         epoch=state.epoch + 1,
-        learning_rate=config.learning_rate * DECAYS[config.decay]((state.epoch + 1) / config.epochs),
-        beta=beta,
+        learning_rate=config.learning_rate * DECAYS[config.decay](done),
+        beta=warm_up(config.warm_up_start, config.warm_up_end)(done),
         train_loss=train_loss,
         train_error=100 * state.wrong / state.seen if state.wrong is not None else None,
         kl=divergence,
