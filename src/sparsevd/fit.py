@@ -49,7 +49,7 @@ class FitConfig:
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
-    drop_from: float = 0.6  # from this part on, a weight above the threshold after an epoch is zero for good; 1: none
+    drop_from: float = 0.7  # from this part on, a weight above the threshold after an epoch is zero for good; 1: none
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
 
