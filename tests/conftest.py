@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def deterministic():
-    """Every test starts from the same generator state, on one thread."""
+    """Every test starts from the same generator state."""
     torch.manual_seed(0)
 
 

@@ -207,6 +207,8 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--resume", "--overwrite"], "exclude each other"),
         ([*TRAIN, "--val-size", "5000"], "leave nothing to train on"),
         ([*TRAIN, "--init-from", "mine.py"], "mine.py is not a whole safetensors file"),
+        (["train", "--data", "mine:data", "--model", "lenet-300-100"], "lenet-300-100 does not fit the data mine:data"),
+        ([*TRAIN, "--pretrain-epochs", "-3"], "--pretrain-epochs -3 must be zero or more"),
         (["info", "missing.safetensors"], "missing.safetensors does not exist"),
         (["info", "mine.py"], "mine.py is not a whole safetensors file"),
         (["prune", "plain.safetensors", "-o", "x"], "is not a checkpoint of sparsevd"),
@@ -227,6 +229,14 @@ def test_mistakes_get_one_sentence_and_exit_code_2(arguments, message, capsys, m
     assert exit_.value.code == 2
     assert message in " ".join(errors.replace("│", "").split())
     assert "Traceback" not in errors
+
+
+def test_overwrite_keeps_the_old_run_until_the_new_one_can_start(trained):
+    folder, _ = trained
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for mistake in (["--model", "mine:nothing"], ["--epochs", "0"], ["--init-from", "missing"]):
+        assert sparsevd(*TRAIN, "--out", "run", "--overwrite", *mistake).returncode == 2
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_run_is_not_overwritten_by_accident(trained, user_folder):

@@ -256,6 +256,8 @@ def test_reasons_are_given():
             self.lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.2)
             self.position = nn.Parameter(torch.zeros(2, 3))
             self.masked = random_unstructured(nn.Linear(3, 3), "weight", 0.5)
+            self.patched = nn.Linear(3, 3)
+            self.patched.register_buffer("scale", torch.ones(1))
             self.fine = nn.Linear(3, 3)
 
     skipped = plan(Lazy()).skipped
@@ -266,7 +268,8 @@ def test_reasons_are_given():
     assert "no Sparse VD twin for weight_ih_l0" in skipped["lstm"]
     assert "position" in skipped["(model)"]
     assert "torch's pruning" in skipped["masked"]
-    assert set(skipped) == {"lazy", "normed", "hooked", "lstm", "(model)", "masked"}
+    assert set(skipped) == {"lazy", "normed", "hooked", "lstm", "(model)", "masked", "patched"}
+    assert "more than a weight and a bias (scale)" in skipped["patched"]
     assert plan(Lazy()).replaced == ("fine",)
 
 
@@ -283,6 +286,13 @@ def test_what_stays_dense_is_warned_of_and_what_changes_is_logged(caplog):
     ):
         sparsevd.sparsify(Recurrent())
     assert "to Sparse VD: head" in caplog.text
+
+
+def test_hooks_that_pruning_loses_are_warned_of():
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(3, 3)))
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(SparseVDWarning, match="hooks of layer 0"):
+        sparsevd.prune(model)
 
 
 def test_nothing_to_convert_is_an_error():

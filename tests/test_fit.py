@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import signal
 import threading
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import sparsevd
+from sparsevd.batches import batches
 from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
+from sparsevd.evaluate import wrong
 from sparsevd.fit import DECAYS
 
 FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
@@ -259,8 +262,6 @@ def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch, when)
         nonlocal steps
         steps += 1
         if steps == when:  # ten steps an epoch
-            import signal
-
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("sparsevd.progress.Silent.step", press)
@@ -284,8 +285,6 @@ def test_resume_of_a_shuffling_loader_inside_an_epoch(tmp_path, monkeypatch):
 
     def press(self, done, text):
         if abs(done - 0.35) < 1e-9:
-            import signal
-
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("sparsevd.progress.Silent.step", press)
@@ -295,6 +294,52 @@ def test_resume_of_a_shuffling_loader_inside_an_epoch(tmp_path, monkeypatch):
     resumed = network()
     sparsevd.fit(resumed, loader(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
     assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_resume_of_data_that_draws_its_own_noise(tmp_path, monkeypatch):
+    class Noisy(Pairs):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + 0.1 * torch.randn_like(x), y
+
+    config = dataclasses.replace(FEW, epochs=1)
+    whole = network()
+    sparsevd.fit(whole, Noisy(), None, config, progress=False)
+
+    def press(self, done, text):
+        if abs(done - 0.3) < 1e-9:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("sparsevd.progress.Silent.step", press)
+    with pytest.raises(KeyboardInterrupt):
+        sparsevd.fit(network(), Noisy(), None, config, run_dir=tmp_path, progress=False)
+    monkeypatch.undo()
+    resumed = network()
+    sparsevd.fit(resumed, Noisy(), None, config, run_dir=tmp_path, resume=True, progress=False)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_outputs_that_are_no_classification_have_no_error():
+    assert wrong(torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long)) is None
+    assert wrong((torch.zeros(2, 3), None), torch.zeros(2, dtype=torch.long)) is None
+    assert wrong(torch.eye(3), torch.tensor([0, 1, 0])) == 1
+
+
+def test_a_last_batch_of_one_joins_the_one_before():
+    x, y = problem(101)
+    assert [len(a) for a, _ in batches((x, y), 50, shuffle=True)] == [50, 51]
+    assert [len(a) for a, _ in batches((x[:1], y[:1]), 50, shuffle=False)] == [1]
+    sparsevd.fit(network(norm=True), (x, y), None, FEW, progress=False)
+
+
+def test_loaders_that_cannot_be_counted_or_give_nothing():
+    with pytest.raises(ArgumentError, match="n_train"):
+        sparsevd.fit(network(), DataLoader(TensorDataset(*problem()), batch_size=None), None, FEW, progress=False)
+    empty = DataLoader(TensorDataset(*problem(10)), batch_size=50, drop_last=True)
+    with pytest.raises(ArgumentError, match="no batch"):
+        sparsevd.evaluate(network(), empty)
+    history = sparsevd.fit(network(), Stream(), None, FEW, n_train=500, progress=False)
+    assert len(history) == 4
 
 
 def test_resume_checks_what_it_resumes(tmp_path):
@@ -308,6 +353,10 @@ def test_resume_checks_what_it_resumes(tmp_path):
         sparsevd.fit(network(), problem(400), None, FEW, run_dir=tmp_path, resume=True, progress=False)
     with pytest.raises(CheckpointError, match="another network"):
         sparsevd.fit(network(6), problem(features=6), None, FEW, run_dir=tmp_path, resume=True, progress=False)
+    changed = network()
+    changed[0].threshold = 1.0
+    with pytest.raises(CheckpointError, match="thresholds"):
+        sparsevd.fit(changed, problem(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
     with pytest.raises(ArgumentError, match="run_dir"):
         sparsevd.fit(network(), problem(), None, FEW, resume=True, progress=False)
 

@@ -111,6 +111,10 @@ def test_readme_commands_exist():
             assert option in shown, (name, option)
 
 
+def test_readme_has_no_placeholders():
+    assert not re.search(r"RESULT|TODO|XXX", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):

@@ -5,24 +5,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sparsevd.errors import WriteError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path` to write to; on success it takes the place of `path` in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise WriteError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def write(path: Path, content: bytes | str) -> None:
@@ -31,7 +40,7 @@ def write(path: Path, content: bytes | str) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half-written in this folder."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+def remove_leftovers(path: Path) -> None:
+    """Remove what a killed process left half-written of this file."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from sparsevd.errors import ArgumentError
 
@@ -37,7 +37,11 @@ def size(data: Data, name: str) -> int:
     """How many examples there are."""
     if isinstance(data, tuple):
         return len(data[0])
-    counted = data.sampler if isinstance(data, DataLoader) else data
+    counted: object = data
+    if isinstance(data, DataLoader):
+        if data.batch_size is None and data.batch_sampler is None:  # the data set makes whole batches itself
+            raise ArgumentError(f"{name} does not know its number of examples; give n_train")
+        counted = data.dataset if isinstance(data.dataset, IterableDataset) else data.sampler
     try:
         n = len(cast(Sized, counted))
     except TypeError:
@@ -52,13 +56,20 @@ def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
     if isinstance(data, tuple):
         x, y = data
         order = torch.randperm(len(x)) if shuffle else None
-        for start in range(0, len(x), batch_size):
+        start = 0
+        while start < len(x):
+            end = start + batch_size
+            if len(x) - end == 1:
+                end += 1  # batch normalisation cannot train on a last batch of one
             if order is None:
-                yield x[start : start + batch_size], y[start : start + batch_size]
+                yield x[start:end], y[start:end]
             else:
-                chosen = order[start : start + batch_size].to(x.device)
+                chosen = order[start:end].to(x.device)
                 yield x[chosen], y[chosen]
+            start = end
         return
+    if isinstance(data, IterableDataset):
+        shuffle = False  # a stream has its own order
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size, shuffle=shuffle)
     for batch in loader:
         if not isinstance(batch, tuple | list) or len(batch) != 2:

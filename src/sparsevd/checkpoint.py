@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsevd import atomic
 from sparsevd.errors import CheckpointError
+from sparsevd.layers import SparseLayer
 
 FORMAT = 1
 _KEY = "sparsevd"
@@ -21,13 +22,15 @@ class Checkpoint:
     """Everything that training needs to go on.
 
     model: the state_dict; optimizer: "<parameter>/<Adam's name>" → tensor; rng: the state of torch's generator, for a
-    checkpoint inside an epoch; layers: name → type and threshold of each Sparse VD layer; progress: what `fit` keeps.
+    checkpoint inside an epoch; layers: name → type, threshold and first name of each Sparse VD layer; buffers: which of
+    the model's tensors are not parameters; progress: what `fit` keeps.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     rng: Tensor | None = None
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
@@ -35,7 +38,7 @@ class Checkpoint:
         tensors |= {_OPTIMIZER + key: tensor for key, tensor in self.optimizer.items()}
         if self.rng is not None:
             tensors[_RNG] = self.rng
-        about = {"format": FORMAT, "layers": self.layers, "progress": self.progress}
+        about = {"format": FORMAT, "layers": self.layers, "buffers": self.buffers, "progress": self.progress}
         write_tensors(path, tensors, {_KEY: json.dumps(about)})
 
     @classmethod
@@ -45,7 +48,8 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not a checkpoint of sparsevd: it holds tensors but no training state")
         try:
             about = json.loads(metadata[_KEY])
-            version, layers, progress = about["format"], about["layers"], about["progress"]
+            version, layers, progress = about["format"], dict(about["layers"]), about["progress"]
+            buffers = [str(name) for name in about["buffers"]]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged: its description cannot be read ({error})") from error
         if version != FORMAT:
@@ -54,13 +58,15 @@ class Checkpoint:
         for name, layer in layers.items():
             prefix = f"{name}." if name else ""
             missing = {f"{prefix}weight", f"{prefix}log_sigma2"} - model.keys()
-            if missing or not isinstance(layer.get("threshold"), float):
+            known = isinstance(layer, dict) and isinstance(layer.get("threshold"), float) and layer.get("of") in layers
+            if missing or not known:
                 raise CheckpointError(f"{path} is damaged: layer {name!r} lacks {sorted(missing) or 'its threshold'}")
         return cls(
             model=model,
             optimizer={key.removeprefix(_OPTIMIZER): t for key, t in tensors.items() if key.startswith(_OPTIMIZER)},
             rng=tensors.get(_RNG),
             layers=layers,
+            buffers=buffers,
             progress=progress,
         )
 
@@ -101,14 +107,23 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def load_weights(model: torch.nn.Module, path: Path) -> None:
     """Put the weights of a checkpoint or of any safetensors state_dict into a model.
 
-    Into a Sparse VD model goes a dense state_dict too: its noise then stays as it is.
+    Only means are taken: the noise of a Sparse VD model stays as it is, so that training starts with every weight free.
     """
+    if path.is_dir():
+        path = path / "checkpoint.safetensors"
     tensors, metadata = read_tensors(path)
     if _KEY in metadata:
-        tensors = Checkpoint.load(path).model
-    expected = model.state_dict()
-    missing = [key for key in expected if key not in tensors and not key.endswith("log_sigma2")]
-    extra = [key for key in tensors if key not in expected and not key.endswith("log_sigma2")]
+        checkpoint = Checkpoint.load(path)
+        noise = {f"{name}.log_sigma2".lstrip(".") for name in checkpoint.layers}
+        tensors = {key: tensor for key, tensor in checkpoint.model.items() if key not in noise}
+    noise = {
+        f"{name}.log_sigma2".lstrip(".")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, SparseLayer)
+    }
+    expected = {key: tensor for key, tensor in model.state_dict().items() if key not in noise}
+    missing = [key for key in expected if key not in tensors]
+    extra = [key for key in tensors if key not in expected]
     shapes = [
         f"{key} {tuple(tensors[key].shape)} for {tuple(expected[key].shape)}"
         for key in expected
@@ -118,4 +133,4 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
         problems = {"missing": missing, "not in the model": extra, "of another shape": shapes}
         listed = "; ".join(f"{what}: {', '.join(keys[:5])}" for what, keys in problems.items() if keys)
         raise CheckpointError(f"{path} does not fit the model ({listed})")
-    model.load_state_dict({key: t for key, t in tensors.items() if key in expected}, strict=False)
+    model.load_state_dict(tensors, strict=False)

@@ -11,6 +11,8 @@ from sparsevd.layers import checked_threshold
 from sparsevd.run_folder import CHECKPOINT
 from sparsevd.summary import LayerSummary, ModelSummary, summarise_layer
 
+_KINDS = ("weight", "bias")
+
 
 def info(path: Path, threshold: float | None = None) -> ModelSummary:
     """The summary of a checkpoint, or of any safetensors file with weights in it, by its zeros."""
@@ -38,7 +40,7 @@ def prune_file(path: Path, output: Path, threshold: float | None = None) -> Mode
     checkpoint = Checkpoint.load(_file(path))
     if not checkpoint.layers:
         raise CheckpointError(f"{path} has no Sparse VD layer; it is a dense network, and nothing says what to prune")
-    pruned = {key: t for key, t in checkpoint.model.items() if key.split(".")[-1] != "log_sigma2"}
+    pruned = _plain(checkpoint)
     for name, layer in checkpoint.layers.items():
         weight, log_sigma2 = _layer(checkpoint, name)
         limit = layer["threshold"] if threshold is None else checked_threshold(threshold)
@@ -63,12 +65,21 @@ def _summary(checkpoint: Checkpoint, threshold: float | None) -> ModelSummary:
     layers = []
     divergence = 0.0
     for name, layer in checkpoint.layers.items():
+        if layer["of"] != name:
+            continue  # a shared layer counts once
         weight, log_sigma2 = _layer(checkpoint, name)
         limit = layer["threshold"] if threshold is None else checked_threshold(threshold)
         layers.append(summarise_layer(name, layer["type"], weight, log_sigma2, limit))
         divergence += functional.kl(weight, log_sigma2).item()
-    plain = {key: t for key, t in checkpoint.model.items() if key.split(".")[-1] != "log_sigma2"}
-    return _totals(layers, plain, divergence)
+    aliases = {_key(name, kind) for name, layer in checkpoint.layers.items() if layer["of"] != name for kind in _KINDS}
+    left_out = {*checkpoint.buffers, *aliases}
+    return _totals(layers, {key: t for key, t in _plain(checkpoint).items() if key not in left_out}, divergence)
+
+
+def _plain(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of the plain network: all but the noise."""
+    noise = {_key(name, "log_sigma2") for name in checkpoint.layers}
+    return {key: tensor for key, tensor in checkpoint.model.items() if key not in noise}
 
 
 def _totals(layers: list[LayerSummary], tensors: dict[str, Tensor], kl: float | None = None) -> ModelSummary:

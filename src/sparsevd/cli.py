@@ -1,5 +1,6 @@
 """The command line: parse, call, print. What the commands do is in `run` and `checkpoint_info`."""
 
+import io
 import logging
 import sys
 import warnings
@@ -97,10 +98,7 @@ def train(
     try:
         result = run.run(config)
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; the state is saved in {out}. The same command with --resume goes on",
-            file=sys.stderr,
-        )
+        print(f"\n{run.interrupted(config)}", file=sys.stderr)
         raise typer.Exit(130) from None
     print()
     print(result.summary)
@@ -145,6 +143,8 @@ _python_warning: Callable[..., None] = warnings.showwarning
 
 def main() -> None:
     """Entry point: what a user can do wrong ends in one sentence and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without × and α still gets its table
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     warnings.showwarning = _show_warning
     try:

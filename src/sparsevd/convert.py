@@ -173,6 +173,10 @@ def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = F
                 SparseVDWarning,
                 stacklevel=2,
             )
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            warnings.warn(
+                f"the forward hooks of layer {name or '(model)'} are not carried over", SparseVDWarning, stacklevel=2
+            )
     model = _swap(model, swaps)
     _restore_fast_paths(model)
     return model
@@ -219,6 +223,8 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
         tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
         if tied:
             reasons.append(f"tied parameters ({' = '.join(tied)}): pruning one would change the other")
+        elif extra := _extras(module):
+            reasons.append(f"it carries more than a weight and a bias ({', '.join(extra)}), which a swap would lose")
         elif module._forward_hooks or module._forward_pre_hooks:
             reasons.append("it has forward hooks, which a swap would lose; register them after sparsify")
     elif any(is_lazy(p) for p in own.values()):
@@ -233,6 +239,16 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
         reasons.append(f"its functional dropout of {module.dropout} stays active in training")
     return "; ".join(reasons)
+
+
+def _extras(module: nn.Module) -> list[str]:
+    """What hangs on a layer beyond its own: parameters, buffers, children, a patched forward."""
+    named = [
+        *dict(module.named_parameters(recurse=False)),
+        *dict(module.named_buffers(recurse=False)),
+        *module._modules,
+    ]
+    return [name for name in named if name not in ("weight", "bias")] + ["forward"] * ("forward" in module.__dict__)
 
 
 def _swap(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsevd import atomic
 from sparsevd.download import LARGEST, Mirror, gunzip, http_archive, http_files, mnist_wheel
-from sparsevd.errors import DataError
+from sparsevd.errors import DataError, WriteError
 
 logger = logging.getLogger("sparsevd")
 
@@ -71,7 +71,7 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
         files = _find(folder, dataset)
         if files is not None:
             return dataset.parse(files)
-        logger.info("%s is not in %s; looking elsewhere", name, folder)
+        logger.warning("%s is not in %s; looking in the cache and at the mirrors", name, folder)
     cache = cache_folder()
     try:
         files = _find(cache, dataset) if cache.is_dir() else None
@@ -80,8 +80,11 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
         files = None
     if files is None:
         files = _fetch(name, dataset)
-        for file, content in files.items():
-            atomic.write(cache / dataset.folder / file, content)
+        try:
+            for file, content in files.items():
+                atomic.write(cache / dataset.folder / file, content)
+        except WriteError as error:
+            logger.warning("%s; the data is used without being kept", error)
     return dataset.parse(files)
 
 

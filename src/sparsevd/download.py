@@ -9,7 +9,9 @@ import tempfile
 import time
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +48,7 @@ def http_archive(url: str) -> Mirror:
                     if name in wanted and member.isfile() and member.size <= LARGEST:
                         content = tar.extractfile(member)
                         found[name] = content.read() if content else b""
-        except (tarfile.TarError, EOFError, OSError) as error:
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
             raise DataError(f"{url} is not a whole tar.gz archive ({error})") from error
         return found
 
@@ -114,7 +116,7 @@ def http_get(url: str) -> bytes:
                 if elapsed > 2 * SECONDS_TO_ANSWER and received < SLOWEST * elapsed:
                     raise DataError(f"{url} is too slow ({received / elapsed / 1000:.0f} kB/s)")
             promised = response.headers.get("Content-Length")
-    except (OSError, ValueError) as error:  # URLError, time-outs and connection errors are OSErrors
+    except (OSError, ValueError, HTTPException) as error:  # URLError and time-outs are OSErrors
         raise DataError(f"{url}: {error}") from error
     if promised is not None and int(promised) != received:
         raise DataError(f"{url} broke off after {received:,} of {promised} bytes")
@@ -126,7 +128,7 @@ def gunzip(content: bytes, name: str) -> bytes:
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
             unpacked = file.read(LARGEST + 1)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{name} is not a whole gzip file ({error})") from error
     if len(unpacked) > LARGEST:
         raise DataError(f"{name} unpacks to more than {LARGEST:,} bytes")

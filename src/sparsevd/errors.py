@@ -21,6 +21,10 @@ class CheckpointError(SparseVDError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class WriteError(SparseVDError):
+    """A file cannot be written."""
+
+
 class DivergenceError(SparseVDError, ArithmeticError):
     """The loss or a gradient is no longer a finite number."""
 

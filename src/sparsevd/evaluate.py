@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.batches import Data, batches, checked, size
+from sparsevd.errors import ArgumentError
 from sparsevd.layers import SparseLayer
 from sparsevd.objective import kl
 
@@ -24,11 +25,11 @@ class Evaluation:
     error: float | None
 
 
-def wrong(output: Tensor, target: Tensor) -> int | None:
-    """How many examples are classified wrongly; None where the target is not a class of the output."""
-    if target.is_floating_point() or output.ndim != target.ndim + 1:
+def wrong(output: object, target: Tensor) -> int | None:
+    """How many examples are classified wrongly; None where this is no classification of one class per example."""
+    if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
-    return int((output.argmax(dim=1) != target).sum())
+    return int((output.detach().argmax(dim=1) != target).sum())
 
 
 def evaluate(model: nn.Module, data: Data, loss: Loss = F.cross_entropy) -> Evaluation:
@@ -62,9 +63,16 @@ def _modes_restored(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first parameter is."""
+    for parameter in model.parameters():
+        return parameter.device
+    raise ArgumentError(f"{type(model).__name__} has no parameters")
+
+
 @torch.no_grad()
 def _average(model: nn.Module, data: Data, loss: Loss) -> Evaluation:
-    device = next(model.parameters()).device
+    device = device_of(model)
     total, errors, count = 0.0, 0, 0
     classification = True
     for x, y in batches(checked(data, "data"), EVALUATION_BATCH, shuffle=False):
@@ -75,4 +83,6 @@ def _average(model: nn.Module, data: Data, loss: Loss) -> Evaluation:
         classification = classification and missed is not None
         errors += missed or 0
         count += len(y)
+    if count == 0:
+        raise ArgumentError("the data gave no batch to evaluate on; does its DataLoader drop a last, incomplete one?")
     return Evaluation(total / count, 100 * errors / count if classification else None)

@@ -8,6 +8,7 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from sparsevd import progress as progress_
 from sparsevd.batches import Data, batches, checked, size
 from sparsevd.errors import ArgumentError, DivergenceError
-from sparsevd.evaluate import Loss, evaluate, wrong
+from sparsevd.evaluate import Loss, device_of, evaluate, wrong
 from sparsevd.layers import SparseLayer
 from sparsevd.objective import elbo_loss, kl, sparse_layers, warm_up
 from sparsevd.run_folder import EpochMetrics, RunFolder, State
@@ -97,7 +98,8 @@ def fit(
         loss: mean negative log-likelihood of a batch, cross-entropy unless given.
         n_train: N, where the data cannot say it (an iterable of unknown length).
         run_dir: a folder for checkpoint.safetensors and metrics.jsonl, written after each epoch.
-        resume: go on from the checkpoint in run_dir, if there is one, to the very result of an unbroken run.
+        resume: go on from the checkpoint in run_dir, if there is one, to the very result of an unbroken run (on the
+            CPU, for data whose randomness comes from torch's global generator alone).
         progress: show a bar on a terminal, or a line per epoch elsewhere.
     """
     sparse_layers(model)  # says so if there are none
@@ -111,6 +113,7 @@ def fit_dense(
     config: FitConfig | None = None,
     *,
     loss: Loss = F.cross_entropy,
+    n_train: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -118,7 +121,7 @@ def fit_dense(
     """The same loop on the plain likelihood, for a pre-trained start or a dense baseline. Arguments as for `fit`."""
     if any(isinstance(module, SparseLayer) for module in model.modules()):
         raise ArgumentError("fit_dense trains a plain network; this one has Sparse VD layers, which fit trains")
-    return _fit(model, train, val, config or FitConfig(), loss, 1, run_dir, resume, progress)
+    return _fit(model, train, val, config or FitConfig(), loss, n_train, run_dir, resume, progress)
 
 
 def _fit(
@@ -135,8 +138,8 @@ def _fit(
     train = checked(train, "train")
     val = checked(val, "val") if val is not None else None
     sparse = any(isinstance(module, SparseLayer) for module in model.modules())
-    n = _number_of_examples(train, n_train) if sparse else size(train, "train")
-    device = next(model.parameters()).device
+    n = _number_of_examples(train, n_train)
+    device = device_of(model)
     optimizer = _optimizer(model, config)
     beta_at = warm_up(config.warm_up_start, config.warm_up_end)
     folder = RunFolder(run_dir, {**asdict(config), "n_train": n})
@@ -154,11 +157,12 @@ def _fit(
             torch.manual_seed(config.seed * 1_000_003 + state.epoch)
             model.train()
             dropped = _dropped(model)
-            remaining = islice(batches(train, config.batch_size, shuffle=True), state.batch, None)
-            for i, (x, y) in enumerate(remaining):
-                if i == 0 and rng is not None:
-                    torch.set_rng_state(rng)  # the generator is where the interrupted epoch left it
-                    rng = None
+            remaining = batches(train, config.batch_size, shuffle=True)
+            if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
+                deque(islice(remaining, state.batch), maxlen=0)
+                torch.set_rng_state(rng)
+                rng = None
+            for x, y in remaining:
                 x, y = x.to(device), y.to(device)
                 done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
                 _set_learning_rate(optimizer, DECAYS[config.decay](done))
@@ -176,14 +180,13 @@ def _fit(
                 state.batch += 1
                 state.seen += len(y)
                 state.loss += nll.item() * len(y)
-                missed = wrong(output.detach(), y)
+                missed = wrong(output, y)
                 state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
                 progress.step((state.epoch + min(1.0, state.seen / n)) / config.epochs, _describe(state, config))
                 if interrupt.is_set():
                     state.seconds = time.monotonic() - begun
                     folder.save(model, optimizer, state, torch.get_rng_state())
                     raise KeyboardInterrupt
-            rng = None  # an epoch interrupted after its last batch has nothing left to draw
             if state.seen == 0:
                 raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
             metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, time.monotonic() - begun)
@@ -196,7 +199,7 @@ def _fit(
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
             folder.save(model, optimizer, state)
             progress.epoch(_describe(state, config))
-            if interrupt.is_set() and state.epoch < config.epochs:
+            if interrupt.is_set():
                 raise KeyboardInterrupt
     model.eval()
     return state.history
@@ -214,11 +217,12 @@ def _number_of_examples(train: Data, n_train: int | None) -> int:
 
 def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
     """Adam with one group for the weights and one, at its own rate, for log σ²."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
         raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
-    noise = [p for name, p in named.items() if name.split(".")[-1] == "log_sigma2"]
-    rest = [p for name, p in named.items() if name.split(".")[-1] != "log_sigma2"]
+    log_sigma2 = {module.log_sigma2 for module in model.modules() if isinstance(module, SparseLayer)}
+    noise = [p for p in trained if p in log_sigma2]
+    rest = [p for p in trained if p not in log_sigma2]
     groups = [
         {"params": rest, "base_lr": config.learning_rate},
         {"params": noise, "base_lr": config.learning_rate * config.log_sigma2_lr_ratio},

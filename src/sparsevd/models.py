@@ -1,6 +1,6 @@
 """The paper's networks as plain torch models, and what the paper reports for them.
 
-Weights start Xavier-normal, biases at zero; inputs are images scaled to [0, 1].
+Weights start Xavier-normal, biases at zero. Inputs are images as `data` gives them.
 """
 
 from collections import OrderedDict

@@ -80,6 +80,7 @@ class Bar(Progress):
         )
         self._task = self._bar.add_task("starting", total=1.0)
         self._shown = 0.0
+        self._done = 0.0
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -89,12 +90,13 @@ class Bar(Progress):
         self._bar.stop()
 
     def step(self, done: float, text: str) -> None:
+        self._done = done
         if time.monotonic() - self._shown > 0.1:  # a text per step would cost more than a step of a small net
             self._shown = time.monotonic()
             self._bar.update(self._task, completed=done, description=text)
 
     def epoch(self, text: str) -> None:
-        self._shown = 0.0
+        self._bar.update(self._task, completed=self._done, description=text)
 
 
 def choose(show: bool) -> Progress:

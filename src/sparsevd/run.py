@@ -6,9 +6,9 @@ keys of the pruned network, and summary.json.
 
 import importlib
 import json
+import math
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from sparsevd import atomic, data, kernels, models
-from sparsevd.batches import Data, checked, size
+from sparsevd.batches import Data, batches, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
 from sparsevd.errors import ArgumentError
@@ -34,6 +35,7 @@ PRUNED = "pruned.safetensors"
 SUMMARY = "summary.json"
 PRETRAIN = "pretrain"
 FILES = (METRICS, SUMMARY, CHECKPOINT, PRUNED)
+_STATE = (CHECKPOINT, f"{PRETRAIN}/{CHECKPOINT}")
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,21 @@ class RunResult:
 
 def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     """Train, prune, evaluate and write everything down."""
-    _prepare_folder(config)
+    _check_folder(config)
     train, val, test, classes = _load_data(config)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)
         dense = _build_model(config.model, classes)
+        if config.init_from:
+            load_weights(dense, config.init_from)
+        _try_one_batch(dense, train, config)
+        _make_room(config)
         if config.pretrain_epochs:
             say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
             recipe = replace(config.fit, epochs=config.pretrain_epochs, learning_rate=config.pretrain_learning_rate)
             fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
         conversion = plan(dense)
         model = sparsify(dense, threshold=config.threshold, inplace=True)
-        if config.init_from:
-            load_weights(model, config.init_from)
     n = size(checked(train, "train"), "train")
     say(
         f"{config.model} on {config.data}: {summary(model).weights:,} weights in {len(conversion.replaced)} "
@@ -121,35 +125,65 @@ def describe(result: RunResult) -> str:
     return "\n".join([*lines, ours])
 
 
-def _prepare_folder(config: RunConfig) -> None:
+def interrupted(config: RunConfig) -> str:
+    """What to say after Ctrl-C."""
+    if any((config.out / name).exists() for name in _STATE):
+        return f"interrupted; the state is saved in {config.out}. The same command with --resume goes on"
+    return "interrupted before the first step; nothing was saved"
+
+
+def _check_folder(config: RunConfig) -> None:
     if config.resume and config.overwrite:
         raise ArgumentError("--resume and --overwrite exclude each other")
+    if config.pretrain_epochs < 0:
+        raise ArgumentError(f"--pretrain-epochs {config.pretrain_epochs} must be zero or more")
     if config.out.exists() and not config.out.is_dir():
         raise ArgumentError(f"{config.out} is a file; give a folder")
-    exists = (config.out / CHECKPOINT).exists() or (config.out / PRETRAIN / CHECKPOINT).exists()
-    if exists and config.overwrite:
-        for name in (CHECKPOINT, PRUNED, SUMMARY):
-            (config.out / name).unlink(missing_ok=True)
-        shutil.rmtree(config.out / PRETRAIN, ignore_errors=True)
-    elif exists and not config.resume:
+    if not (config.resume or config.overwrite) and any((config.out / name).exists() for name in _STATE):
         raise ArgumentError(f"{config.out} already holds a run; --resume continues it, --overwrite starts anew")
+
+
+def _make_room(config: RunConfig) -> None:
+    """Make the folder and, once everything else is known to be in order, remove the run that is to be replaced."""
     try:
         config.out.mkdir(parents=True, exist_ok=True)
+        if config.overwrite:
+            for name in (*FILES, *_STATE, f"{PRETRAIN}/{METRICS}"):
+                (config.out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise ArgumentError(f"{config.out} cannot be made ({error})") from error
+        raise ArgumentError(f"{config.out} cannot be written to ({error.strerror})") from error
+
+
+def _try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
+    """A model that does not fit its data fails here, in a sentence, and not in the middle of the training."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        x, y = next(batches(train, 2, shuffle=False))
+        with torch.no_grad():
+            F.cross_entropy(model.eval()(x), y)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{config.model} does not fit the data {config.data}: {error}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
-    """Training, validation and test data, and the number of classes (10 where the user's own data does not say)."""
+    """Training, validation and test data, and the number of classes (10 where the labels do not say)."""
     if ":" in config.data:
         parts = load_object(config.data)()
         if not isinstance(parts, tuple) or len(parts) != 2:
             raise ArgumentError(f"{config.data} must return (train, test), each (x, y), a Dataset or a DataLoader")
-        train, test, classes = parts[0], parts[1], 10
+        train, test, classes = parts[0], parts[1], 0
     else:
         splits = data.load(config.data, config.data_dir)
         train, test, classes = splits.train, splits.test, splits.classes
     train = checked(train, "train")
+    test = checked(test, "test") if test is not None else None
+    if not classes:
+        labels = train[1] if isinstance(train, tuple) else None
+        integers = labels is not None and not labels.is_floating_point()
+        classes = int(labels.max()) + 1 if labels is not None and integers else 10
     if config.val_size == 0:
         return train, None, test, classes
     if not isinstance(train, tuple):
@@ -157,8 +191,9 @@ def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
     x, y = train
     if not 0 < config.val_size < len(x):
         raise ArgumentError(f"{config.val_size} validation examples out of {len(x)} leave nothing to train on")
-    cut = len(x) - config.val_size
-    return (x[:cut], y[:cut]), (x[cut:], y[cut:]), test, classes
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(config.fit.seed))
+    held_out, kept = order[: config.val_size], order[config.val_size :]
+    return (x[kept], y[kept]), (x[held_out], y[held_out]), test, classes
 
 
 def _build_model(name: str, classes: int) -> nn.Module:
@@ -179,7 +214,7 @@ def load_object(reference: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ArgumentError(f"{reference!r} cannot be imported: {error}; write package.module:factory") from error
     if not callable(factory):
         raise ArgumentError(f"{reference!r} is a {type(factory).__name__}, not a function")
@@ -193,7 +228,7 @@ def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:
         "model": config.model,
         "data": config.data,
         "config": asdict(config.fit),
-        "threshold": config.threshold,
+        "threshold": config.threshold if math.isfinite(config.threshold) else str(config.threshold),
         "ratio": result.summary.ratio if result.summary.kept else None,
         "test_error": result.test.error if result.test else None,
         "test_error_before_pruning": result.test_before_pruning.error if result.test_before_pruning else None,

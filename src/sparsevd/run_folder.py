@@ -54,6 +54,16 @@ class State:
     history: list[EpochMetrics] = field(default_factory=list)
 
 
+def _layers(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Type and threshold of the Sparse VD layers by name; a shared one has several, and `of` says which came first."""
+    first: dict[nn.Module, str] = {}
+    return {
+        name: {"type": type(module).__name__, "threshold": module.threshold, "of": first.setdefault(module, name)}
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, SparseLayer)
+    }
+
+
 class RunFolder:
     """The run's folder: the checkpoint, and the metrics that it holds as lines of JSON."""
 
@@ -79,13 +89,10 @@ class RunFolder:
             for parameter, values in optimizer.state.items()
             for slot, value in values.items()
         }
-        layers = {
-            name: {"type": type(module).__name__, "threshold": module.threshold}
-            for name, module in model.named_modules()
-            if isinstance(module, SparseLayer)
-        }
+        layers = _layers(model)
         progress = {"settings": self._settings, "state": asdict(state)}
-        Checkpoint(dict(model.state_dict()), slots, rng, layers, progress).save(self.path / CHECKPOINT)
+        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        Checkpoint(dict(model.state_dict()), slots, rng, layers, buffers, progress).save(self.path / CHECKPOINT)
         self._write_metrics(state)
 
     def _write_metrics(self, state: State) -> None:
@@ -97,7 +104,8 @@ class RunFolder:
         """The state to go on from; the beginning if no checkpoint was written yet."""
         if self.path is None:
             raise ArgumentError("resume=True needs the run_dir to resume from")
-        atomic.remove_leftovers(self.path)
+        for name in (CHECKPOINT, METRICS):
+            atomic.remove_leftovers(self.path / name)
         path = self.path / CHECKPOINT
         if not path.exists():
             return State(), None
@@ -115,11 +123,17 @@ class RunFolder:
             if settings.get(name) != value
         ]
         if differing:
-            raise CheckpointError(f"{path} belongs to a run with other settings ({'; '.join(differing)})")
+            raise CheckpointError(
+                f"{path} belongs to a run with other settings ({'; '.join(differing)}); use those, or start a new run"
+            )
         try:
             model.load_state_dict(checkpoint.model)
         except RuntimeError as error:
             raise CheckpointError(f"{path} belongs to another network: {error}") from error
+        if checkpoint.layers != _layers(model):
+            raise CheckpointError(
+                f"{path} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
+            )
         parameters = dict(model.named_parameters())
         for key, value in checkpoint.optimizer.items():
             name, _, slot = key.rpartition("/")

@@ -26,7 +26,7 @@ class LayerSummary:
     @property
     def sparsity(self) -> float:
         """Share of zero weights, in %."""
-        return 100 * (1 - self.kept / self.weights)
+        return 100 * (1 - self.kept / self.weights) if self.weights else 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelSummary:
     @property
     def sparsity(self) -> float:
         """Share of zero weights in all layers together, in %."""
-        return 100 * (1 - self.kept / self.weights)
+        return 100 * (1 - self.kept / self.weights) if self.weights else 0.0
 
     @property
     def ratio(self) -> float:
@@ -105,7 +105,7 @@ def summary(model: nn.Module) -> ModelSummary:
         if isinstance(module, SparseLayer)
         else summarise_layer(name, type(module).__name__, cast(Tensor, module.weight))
         for name, module in model.named_modules()
-        if isinstance(module, SparseLayer) or type(module) in SPARSE_TYPES
+        if isinstance(module, SparseLayer) or _counts(module)
     ]
     if not layers:
         raise ConversionError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to sum up")
@@ -114,7 +114,16 @@ def summary(model: nn.Module) -> ModelSummary:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with torch.no_grad():
         kl = sum(layer.kl().item() for layer in sparse) if sparse else None
-    return ModelSummary(tuple(layers), parameters - noise - sum(layer.weights for layer in layers), kl)
+    weights = {
+        cast(Tensor, module.weight)  # tied ones once
+        for module in model.modules()
+        if isinstance(module, SparseLayer) or _counts(module)
+    }
+    return ModelSummary(tuple(layers), parameters - noise - sum(weight.numel() for weight in weights), kl)
+
+
+def _counts(module: nn.Module) -> bool:
+    return type(module) in SPARSE_TYPES
 
 
 @torch.no_grad()
@@ -124,7 +133,7 @@ def summarise_layer(
     """One layer from its tensors: kept is what the threshold leaves, or without noise what is not zero."""
     quantiles = None
     kept = weight
-    if log_sigma2 is not None:
+    if log_sigma2 is not None and weight.numel():
         kept = functional.pruned(weight, log_sigma2, threshold)
         # kthvalue has no limit on the size, unlike quantile, and picks numbers that are there.
         flat = functional.log_alpha(weight, log_sigma2).flatten()

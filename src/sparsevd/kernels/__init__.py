@@ -29,9 +29,13 @@ def library() -> ctypes.CDLL | None:
         # torch's own OpenMP first and for all: with two of them the threads of one would spin in the way of the other.
         for runtime in Path(torch.__file__).parent.glob("lib/libgomp*"):
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        kernels = ctypes.CDLL(str(found[0]))
-    except OSError:
+        return _declared(ctypes.CDLL(str(found[0])))
+    except (OSError, AttributeError):  # AttributeError: built from other sources than these
         return None
+
+
+def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions."""
     kernels.sparsevd_kl_blocks.argtypes, kernels.sparsevd_kl_blocks.restype = [_SIZE], _SIZE
     kernels.sparsevd_kl.argtypes, kernels.sparsevd_kl.restype = [_INT, _INT, _SIZE, *[_POINTER] * 5], ctypes.c_double
     kernels.sparsevd_noise_forward.argtypes = [_INT, _INT, _SIZE, _SEED, *[_POINTER] * 4]
@@ -50,6 +54,7 @@ def available() -> bool:
 def _fits(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
+        and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)  # a subclass may have no memory of its own
         and all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
         and available()
     )
@@ -65,8 +70,8 @@ def kl(theta: Tensor, log_sigma2: Tensor) -> Tensor:
 def noisy_output(gamma: Tensor, delta: Tensor) -> Tensor:
     """`functional.noisy_output` with fresh noise: γ + √δ·ε, in one pass that draws ε too (eq. 17, 18).
 
-    The noise comes from a counter-based generator whose seed torch's own generator gives. It depends neither on the
-    number of threads nor on the vector width, and the backward pass makes it again instead of keeping it.
+    The noise comes from a counter-based generator whose seed torch's own generator gives. It does not depend on
+    the number of threads, nor but for rounding on the vector width, and the backward pass makes it again.
     """
     if not _fits(gamma, delta):
         return functional.noisy_output(gamma, delta, torch.randn_like(delta))
@@ -75,7 +80,7 @@ def noisy_output(gamma: Tensor, delta: Tensor) -> Tensor:
 
 def fresh_seed() -> int:
     """A seed from torch's global generator, which a checkpoint keeps."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class _KL(torch.autograd.Function):
@@ -97,11 +102,11 @@ def kl_with_gradients(theta: Tensor, log_sigma2: Tensor, instruction_set: int = 
     kernels = library()
     assert kernels is not None
     grad_theta, grad_log_sigma2 = torch.empty_like(theta), torch.empty_like(log_sigma2)
-    sums = torch.empty(kernels.sparsevd_kl_blocks(theta.numel()), dtype=torch.float64)
+    sums = torch.empty(kernels.sparsevd_kl_blocks(theta.numel()), dtype=torch.float64, device="cpu")
     tensors = (theta, log_sigma2, grad_theta, grad_log_sigma2, sums)
     pointers = [tensor.data_ptr() for tensor in tensors]
     value = kernels.sparsevd_kl(instruction_set, torch.get_num_threads(), theta.numel(), *pointers)
-    return torch.tensor(value, dtype=torch.float32), grad_theta, grad_log_sigma2
+    return torch.tensor(value, dtype=torch.float32, device="cpu"), grad_theta, grad_log_sigma2
 
 
 class _NoisyOutput(torch.autograd.Function):

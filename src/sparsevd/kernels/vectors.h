@@ -42,7 +42,7 @@ INLINE vf NAME(select)(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)
 #define select NAME(select)
 INLINE vf NAME(absolute)(vf x) { return (vf)((vi)x & 0x7fffffff); }
 #define absolute NAME(absolute)
-INLINE vf NAME(larger)(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf NAME(larger)(vf a, vf b) { return select(a < b, b, a); } /* a where that is NaN */
 #define larger NAME(larger)
 
 INLINE vf NAME(square_root)(vf x) {
@@ -54,7 +54,8 @@ INLINE vf NAME(square_root)(vf x) {
 
 /* e^x for x <= 0, to 1 ulp or so: x = n log 2 + r with |r| <= log(2)/2, then a polynomial. 0 below -87. */
 INLINE vf NAME(exponential)(vf x) {
-  vi vanishes = x < splat(-87.0f);
+  vi vanishes = x < splat(-87.0f), nan = x != x;
+  vf given = x;
   x = larger(x, splat(-87.0f));
   vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to the nearest integer */
   vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -66,12 +67,14 @@ INLINE vf NAME(exponential)(vf x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   vi exponent = __builtin_convertvector(n, vi);
-  return select(vanishes, splat(0.0f), p * (vf)((exponent + 127) << 23));
+  return select(nan, given, select(vanishes, splat(0.0f), p * (vf)((exponent + 127) << 23)));
 }
 #define exponential NAME(exponential)
 
-/* log x to 1 ulp or so, for normal positive x: x = 2^e m with m around 1, then a polynomial in m - 1. */
+/* log x to 1 ulp or so, for normal positive x: x = 2^e m with m around 1, then a polynomial in m - 1. Infinity and NaN
+   stay what they are. */
 INLINE vf NAME(logarithm)(vf x) {
+  vi finite = absolute(x) <= splat(3.40282347e38f);
   vi bits = (vi)x;
   vi e = (bits >> 23) - 126;
   vf m = (vf)((bits & 0x007fffff) | 0x3f000000); /* in [0.5, 1) */
@@ -91,6 +94,6 @@ INLINE vf NAME(logarithm)(vf x) {
   p = p * m * z;
   vf n = __builtin_convertvector(e, vf);
   p += n * -2.12194440e-4f - 0.5f * z;
-  return m + p + n * 0.693359375f;
+  return select(finite, m + p + n * 0.693359375f, x);
 }
 #define logarithm NAME(logarithm)
