@@ -32,24 +32,17 @@ def draw_kl(axes):
     axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def draw_log_alpha(axes, log_alpha, ratio):
-    bins = torch.linspace(-10, 30, 81).tolist()
-    clipped = log_alpha.clamp(-9.9, 29.9)
-    _, _, bars = axes.hist(clipped.numpy(), bins=bins, color=GREY, log=True)
+def draw_log_alpha(axes, log_alpha):
+    kept = int((log_alpha <= THRESHOLD).sum())
+    _, _, bars = axes.hist(log_alpha.clamp(-9.9, 14.9).numpy(), bins=torch.linspace(-10, 15, 51).tolist(), log=True)
     for bar in bars:
-        if bar.get_x() < THRESHOLD:
-            bar.set_facecolor(BLUE)
+        bar.set_facecolor(BLUE if bar.get_x() < THRESHOLD else GREY)
     axes.axvline(THRESHOLD, color=RED, linewidth=1.2)
-    axes.text(
-        THRESHOLD + 0.8,
-        axes.get_ylim()[1] * 0.45,
-        "log α > 3:\nnoise drowns it,\nweight = 0",
-        color=INK,
-        fontsize=8,
-        va="top",
-    )
+    top = axes.get_ylim()[1]
+    axes.text(THRESHOLD + 0.5, top * 0.5, "log α > 3: the noise drowns\nthe weight; it becomes 0", fontsize=8, va="top")
+    axes.text(14, top * 0.01, f"{len(log_alpha) - kept:,}\ndropped", fontsize=8, ha="right")
+    axes.text(-9.5, top * 0.01, f"{kept:,} kept", fontsize=8, color=BLUE)
     axes.set(title="2. training sorts the weights", xlabel="log α after training", ylabel="weights")
-    axes.text(0.98, 0.97, f"{ratio:.0f}× fewer", transform=axes.transAxes, ha="right", va="top", color=BLUE, fontsize=9)
 
 
 def draw_pixels(axes, kept):
@@ -69,11 +62,10 @@ def main() -> None:
         for name in checkpoint.layers
     }
     log_alpha = torch.cat([layer.flatten() for layer in layers.values()])
-    ratio = len(log_alpha) / int((log_alpha <= THRESHOLD).sum())
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "sparsevd", "axes.edgecolor": GREY, "text.color": INK})
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
     draw_kl(axes[0])
-    draw_log_alpha(axes[1], log_alpha, ratio)
+    draw_log_alpha(axes[1], log_alpha)
     draw_pixels(axes[2], layers["fc1"] <= THRESHOLD)
     for panel in axes[:2]:
         panel.spines[["top", "right"]].set_visible(False)
