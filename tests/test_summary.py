@@ -23,7 +23,7 @@ def test_counts_by_hand():
     assert summary.ratio == pytest.approx(16 / 8)
     assert summary.other_parameters == 3 + 6
     assert summary.kl == pytest.approx(sparsevd.kl(model).item())
-    assert first.log_alpha == pytest.approx((-5.0, 5.0, 5.0))
+    assert first.log_alpha == pytest.approx((-5.0, -5.0, -5.0))
 
 
 def test_a_pruned_model_is_counted_by_its_zeros():

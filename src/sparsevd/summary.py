@@ -14,7 +14,7 @@ from sparsevd.layers import SPARSE_TYPES, THRESHOLD, SparseLayer
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer. `log_alpha` holds the 5, 50 and 95 % quantiles, for Sparse VD layers only."""
+    """One layer. `log_alpha` holds the 5, 50 and 95 % quantiles over the kept weights, for Sparse VD layers only."""
 
     name: str
     type: str
@@ -69,7 +69,7 @@ class ModelSummary:
         }
 
     def __str__(self) -> str:
-        header = ("layer", "type", "shape", "weights", "kept", "sparsity", "log α 5 / 50 / 95 %")
+        header = ("layer", "type", "shape", "weights", "kept", "sparsity", "log α of the kept, 5 / 50 / 95 %")
         rows = [
             (
                 layer.name or "(model)",
@@ -133,10 +133,15 @@ def summarise_layer(
     """One layer from its tensors: kept is what the threshold leaves, or without noise what is not zero."""
     quantiles = None
     kept = weight
-    if log_sigma2 is not None and weight.numel():
+    if log_sigma2 is not None:
         kept = functional.pruned(weight, log_sigma2, threshold)
-        # kthvalue has no limit on the size, unlike quantile, and picks numbers that are there.
-        flat = functional.log_alpha(weight, log_sigma2).flatten()
-        low, middle, high = (flat.kthvalue(1 + int(q * (flat.numel() - 1))).values.item() for q in (0.05, 0.5, 0.95))
-        quantiles = (low, middle, high)
+        log_alpha = functional.log_alpha(weight, log_sigma2)[kept != 0]
+        if len(log_alpha):
+            quantiles = _quantiles(log_alpha)
     return LayerSummary(name, type_name, tuple(weight.shape), weight.numel(), int(torch.count_nonzero(kept)), quantiles)
+
+
+def _quantiles(values: Tensor) -> tuple[float, float, float]:
+    """The 5, 50 and 95 % quantiles. kthvalue has no limit on the size, unlike quantile, and picks numbers that are there."""
+    low, middle, high = (values.kthvalue(1 + int(q * (len(values) - 1))).values.item() for q in (0.05, 0.5, 0.95))
+    return low, middle, high
