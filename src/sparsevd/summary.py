@@ -142,6 +142,6 @@ def summarise_layer(
 
 
 def _quantiles(values: Tensor) -> tuple[float, float, float]:
-    """The 5, 50 and 95 % quantiles. kthvalue has no limit on the size, unlike quantile, and picks numbers that are there."""
+    """The 5, 50 and 95 % quantiles, by kthvalue: unlike quantile it has no limit on the size."""
     low, middle, high = (values.kthvalue(1 + int(q * (len(values) - 1))).values.item() for q in (0.05, 0.5, 0.95))
     return low, middle, high
