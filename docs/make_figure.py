@@ -39,7 +39,7 @@ def draw_log_alpha(axes, log_alpha):
         bar.set_facecolor(BLUE if bar.get_x() < THRESHOLD else GREY)
     axes.axvline(THRESHOLD, color=RED, linewidth=1.2)
     top = axes.get_ylim()[1]
-    axes.text(THRESHOLD + 0.5, top * 0.5, "log α > 3: the noise drowns\nthe weight; it becomes 0", fontsize=8, va="top")
+    axes.text(THRESHOLD + 0.5, top * 0.5, "log α > 3:\nnoise drowns\nthe weight", fontsize=8, va="top")
     axes.text(14, top * 0.01, f"{len(log_alpha) - kept:,}\ndropped", fontsize=8, ha="right")
     axes.text(-9.5, top * 0.01, f"{kept:,} kept", fontsize=8, color=BLUE)
     axes.set(title="2. training sorts the weights", xlabel="log α after training", ylabel="weights")
