@@ -18,6 +18,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
+            temporary.chmod(0o644)  # safetensors makes its files private
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

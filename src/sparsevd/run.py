@@ -96,11 +96,14 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     seconds = sum(metrics.seconds for metrics in history)
 
     pruned = prune(model)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.fit.seed)  # the bound is sampled: the same again for a finished run
+        bound = elbo(model, train)
     result = RunResult(
         summary=summary(model),
         test=evaluate(pruned, test) if test is not None else None,
         test_before_pruning=evaluate(prune(model, threshold=float("inf")), test) if test is not None else None,
-        elbo=elbo(model, train),
+        elbo=bound,
         training_seconds=seconds,
         paper=models.PAPER.get((config.model, config.data)),
     )
