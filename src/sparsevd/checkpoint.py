@@ -41,6 +41,11 @@ class Checkpoint:
         about = {"format": FORMAT, "layers": self.layers, "buffers": self.buffers, "progress": self.progress}
         write_tensors(path, tensors, {_KEY: json.dumps(about)})
 
+    def plain(self) -> dict[str, Tensor]:
+        """The tensors of the plain network: all but the noise of its Sparse VD layers."""
+        noise = {f"{name}.log_sigma2" if name else "log_sigma2" for name in self.layers}
+        return {key: tensor for key, tensor in self.model.items() if key not in noise}
+
     @classmethod
     def load(cls, path: Path) -> "Checkpoint":
         tensors, metadata = read_tensors(path)
@@ -113,9 +118,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
         path = path / "checkpoint.safetensors"
     tensors, metadata = read_tensors(path)
     if _KEY in metadata:
-        checkpoint = Checkpoint.load(path)
-        noise = {f"{name}.log_sigma2".lstrip(".") for name in checkpoint.layers}
-        tensors = {key: tensor for key, tensor in checkpoint.model.items() if key not in noise}
+        tensors = Checkpoint.load(path).plain()
     noise = {
         f"{name}.log_sigma2".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)

@@ -40,7 +40,7 @@ def prune_file(path: Path, output: Path, threshold: float | None = None) -> Mode
     checkpoint = Checkpoint.load(_file(path))
     if not checkpoint.layers:
         raise CheckpointError(f"{path} has no Sparse VD layer; it is a dense network, and nothing says what to prune")
-    pruned = _plain(checkpoint)
+    pruned = checkpoint.plain()
     for name, layer in checkpoint.layers.items():
         weight, log_sigma2 = _layer(checkpoint, name)
         limit = layer["threshold"] if threshold is None else checked_threshold(threshold)
@@ -73,13 +73,7 @@ def _summary(checkpoint: Checkpoint, threshold: float | None) -> ModelSummary:
         divergence += functional.kl(weight, log_sigma2).item()
     aliases = {_key(name, kind) for name, layer in checkpoint.layers.items() if layer["of"] != name for kind in _KINDS}
     left_out = {*checkpoint.buffers, *aliases}
-    return _totals(layers, {key: t for key, t in _plain(checkpoint).items() if key not in left_out}, divergence)
-
-
-def _plain(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors of the plain network: all but the noise."""
-    noise = {_key(name, "log_sigma2") for name in checkpoint.layers}
-    return {key: tensor for key, tensor in checkpoint.model.items() if key not in noise}
+    return _totals(layers, {key: t for key, t in checkpoint.plain().items() if key not in left_out}, divergence)
 
 
 def _totals(layers: list[LayerSummary], tensors: dict[str, Tensor], kl: float | None = None) -> ModelSummary:
