@@ -276,46 +276,32 @@ def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch, when)
     assert without_time(history) == without_time(expected)
 
 
-def test_resume_of_a_shuffling_loader_inside_an_epoch(tmp_path, monkeypatch):
-    def loader():
-        return DataLoader(TensorDataset(*problem()), batch_size=50, shuffle=True)
+class Noisy(Pairs):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + 0.1 * torch.randn_like(x), y
 
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: DataLoader(TensorDataset(*problem()), batch_size=50, shuffle=True), Noisy],
+    ids=["shuffling loader", "noisy data"],
+)
+def test_resume_inside_an_epoch_of_data_with_randomness_of_its_own(tmp_path, monkeypatch, make):
+    config = dataclasses.replace(FEW, epochs=2)
     whole = network()
-    sparsevd.fit(whole, loader(), None, FEW, progress=False)
+    sparsevd.fit(whole, make(), None, config, progress=False)
 
     def press(self, done, text):
-        if abs(done - 0.35) < 1e-9:
+        if abs(done - 0.65) < 1e-9:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("sparsevd.progress.Silent.step", press)
     with pytest.raises(KeyboardInterrupt):
-        sparsevd.fit(network(), loader(), None, FEW, run_dir=tmp_path, progress=False)
+        sparsevd.fit(network(), make(), None, config, run_dir=tmp_path, progress=False)
     monkeypatch.undo()
     resumed = network()
-    sparsevd.fit(resumed, loader(), None, FEW, run_dir=tmp_path, resume=True, progress=False)
-    assert torch.equal(weights(whole), weights(resumed))
-
-
-def test_resume_of_data_that_draws_its_own_noise(tmp_path, monkeypatch):
-    class Noisy(Pairs):
-        def __getitem__(self, i):
-            x, y = super().__getitem__(i)
-            return x + 0.1 * torch.randn_like(x), y
-
-    config = dataclasses.replace(FEW, epochs=1)
-    whole = network()
-    sparsevd.fit(whole, Noisy(), None, config, progress=False)
-
-    def press(self, done, text):
-        if abs(done - 0.3) < 1e-9:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("sparsevd.progress.Silent.step", press)
-    with pytest.raises(KeyboardInterrupt):
-        sparsevd.fit(network(), Noisy(), None, config, run_dir=tmp_path, progress=False)
-    monkeypatch.undo()
-    resumed = network()
-    sparsevd.fit(resumed, Noisy(), None, config, run_dir=tmp_path, resume=True, progress=False)
+    sparsevd.fit(resumed, make(), None, config, run_dir=tmp_path, resume=True, progress=False)
     assert torch.equal(weights(whole), weights(resumed))
 
 
