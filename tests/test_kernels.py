@@ -59,7 +59,9 @@ def test_what_is_not_finite_is_not_hidden(instruction_set, bad):
     assert value == twin or (value.isnan() and twin.isnan())
     if bad != bad:
         assert kernels.kl_with_gradients(torch.ones(20), one, instruction_set)[0].isnan()
-        assert kernels.add_noise(torch.ones(20), one, 1, None, instruction_set)[7].isnan()
+        gamma = torch.ones(20)
+        kernels.sample_(gamma, one, 1, None, instruction_set)
+        assert gamma[7].isnan()
 
 
 def test_tensors_without_memory_take_the_other_way():
@@ -71,7 +73,7 @@ def test_tensors_without_memory_take_the_other_way():
         assert layer(torch.ones(2, 3, device="cpu")).shape == (2, 2)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(layer.weight.detach())
-        assert kernels.kl(fake, fake).shape == ()
+        assert kernels.kl([(fake, fake)]).shape == ()
 
 
 @built
@@ -81,19 +83,45 @@ def test_noise_equals_the_twin_with_the_same_epsilon(instruction_set, n):
     gamma, delta = torch.randn(n), torch.rand(n)
     delta[:: max(1, n // 5)] = 0.0
     epsilon = torch.empty(n)
-    out = kernels.add_noise(gamma, delta, 42, epsilon, instruction_set)
+    out, slope = gamma.clone(), delta.clone()
+    kernels.sample_(out, slope, 42, epsilon, instruction_set)
     delta.requires_grad_()
     expected = functional.noisy_output(gamma, delta, epsilon)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-6, atol=1e-6)
     grad = torch.randn(n)
     expected.backward(grad)
-    ours = kernels.noise_gradient(grad, delta.detach(), 42, instruction_set)
-    torch.testing.assert_close(ours, delta.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(grad * slope, delta.grad, rtol=1e-5, atol=1e-7)
+
+
+@built
+@every_set
+@pytest.mark.parametrize("n", SIZES)
+def test_variance_equals_the_exponential(instruction_set, n):
+    log_sigma2 = 180 * (torch.rand(n) - 0.5)
+    sigma2 = kernels.variance(log_sigma2, torch.float32, instruction_set)
+    expected = torch.exp(log_sigma2)
+    expected[log_sigma2 < -87] = 0  # no normal number any more
+    torch.testing.assert_close(sigma2, expected, rtol=3e-7, atol=0)
+    assert torch.equal(kernels.variance(log_sigma2, torch.bfloat16, instruction_set), sigma2.bfloat16())
+    grad = torch.randn(n)
+    scaled = grad.clone()
+    kernels.times_variance_(scaled, log_sigma2, instruction_set)
+    assert torch.equal(scaled, grad * sigma2)
+
+
+@built
+@every_set
+def test_variance_of_what_is_not_finite(instruction_set):
+    log_sigma2 = torch.tensor([float("nan"), float("inf"), -float("inf"), 88.7, 89.5, -60.0])
+    expected = torch.exp(log_sigma2)
+    torch.testing.assert_close(
+        kernels.variance(log_sigma2, torch.float32, instruction_set), expected, equal_nan=True, rtol=3e-7, atol=0
+    )
 
 
 def epsilon_of(seed, n, instruction_set=kernels.BEST):
     epsilon = torch.empty(n)
-    kernels.add_noise(torch.zeros(n), torch.ones(n), seed, epsilon, instruction_set)
+    kernels.sample_(torch.zeros(n), torch.ones(n), seed, epsilon, instruction_set)
     return epsilon
 
 

@@ -103,6 +103,7 @@ def sparsify(
     inplace: bool = False,
     threshold: float = THRESHOLD,
     initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
+    variance_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The Sparse VD twin of a network: every Linear and Conv layer gets a learned noise on each weight.
 
@@ -122,7 +123,11 @@ def sparsify(
         inplace: change the given model instead of a copy, for models too large to have twice.
         threshold: weights of log α above it are zero in eval mode and after `prune`.
         initial_log_sigma2: log σ² of every weight at the start.
+        variance_dtype: type of the inputs of the variance product: torch.bfloat16 is faster where the hardware has it.
+            None means that of log σ², float32 or wider.
     """
+    if variance_dtype is not None and not variance_dtype.is_floating_point:
+        raise ArgumentError(f"variance_dtype={variance_dtype} must be a floating-point type, such as torch.bfloat16")
     conversion = plan(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
     if not conversion.replaced:
         raise ConversionError(
@@ -139,7 +144,9 @@ def sparsify(
     for name in conversion.replaced:
         layer = model.get_submodule(name)
         if layer not in swaps:
-            swaps[layer] = SPARSE_TYPES[type(layer)](layer, threshold=threshold, initial_log_sigma2=initial_log_sigma2)
+            swaps[layer] = SPARSE_TYPES[type(layer)](
+                layer, threshold=threshold, initial_log_sigma2=initial_log_sigma2, variance_dtype=variance_dtype
+            )
     for name in conversion.dropout_removed:
         layer = model.get_submodule(name)
         swaps[layer] = nn.Identity().train(layer.training)

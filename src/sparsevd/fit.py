@@ -10,8 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -22,11 +23,16 @@ from torch import Tensor, nn
 from sparsevd import progress as progress_
 from sparsevd.batches import Data, batches, checked, size
 from sparsevd.errors import ArgumentError, DivergenceError
-from sparsevd.evaluate import Loss, device_of, evaluate, wrong
+from sparsevd.evaluate import Loss, device_of, elbo, evaluate, wrong
 from sparsevd.layers import SparseLayer
 from sparsevd.objective import elbo_loss, kl, sparse_layers, warm_up
+from sparsevd.progressive import contracted, drop, zero_for_good
 from sparsevd.run_folder import EpochMetrics, RunFolder, State
 from sparsevd.summary import summary
+
+VARIANCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The bound before and after dropping weights is measured on this many batches.
+BATCHES_FOR_BOUND = 10
 
 # What is left of the learning rate when a part of the run, from 0 to 1, is over.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -51,11 +57,14 @@ class FitConfig:
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
     drop_from: float = 0.7  # from this part on, a weight above the threshold after an epoch is zero for good; 1: none
+    drop_patience: int = 1  # ... after so many epochs in a row, all of them with β = 1
+    contract: bool = True  # compute without inputs and units that have no weight left
+    variance_dtype: str | None = None  # "float32" or "bfloat16" for the variance product; None: as the layers have it
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "drop_patience"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
@@ -65,6 +74,8 @@ class FitConfig:
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
         if not 0 <= self.drop_from <= 1:
             raise ArgumentError(f"drop_from={self.drop_from!r} must be a part of the run, from 0 to 1")
+        if self.variance_dtype not in (None, *VARIANCE_DTYPES):
+            raise ArgumentError(f"variance_dtype={self.variance_dtype!r} must be None, {' or '.join(VARIANCE_DTYPES)}")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
         if not 0 < self.adam_beta2 < 1:
@@ -137,10 +148,13 @@ def _fit(
 ) -> list[EpochMetrics]:
     train = checked(train, "train")
     val = checked(val, "val") if val is not None else None
-    sparse = any(isinstance(module, SparseLayer) for module in model.modules())
+    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
     n = _number_of_examples(train, n_train)
     device = device_of(model)
     optimizer = _optimizer(model, config)
+    for layer in layers:
+        if config.variance_dtype is not None:
+            layer.variance_dtype = VARIANCE_DTYPES[config.variance_dtype]
     beta_at = warm_up(config.warm_up_start, config.warm_up_end)
     folder = RunFolder(run_dir, {**asdict(config), "n_train": n})
     state, rng = folder.restore(model, optimizer) if resume else (State(), None)
@@ -156,46 +170,53 @@ def _fit(
             begun = time.monotonic() - state.seconds
             torch.manual_seed(config.seed * 1_000_003 + state.epoch)
             model.train()
-            dropped = _dropped(model)
             remaining = batches(train, config.batch_size, shuffle=True)
             if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
                 deque(islice(remaining, state.batch), maxlen=0)
                 torch.set_rng_state(rng)
                 rng = None
-            for x, y in remaining:
-                x, y = x.to(device), y.to(device)
-                done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
-                _set_learning_rate(optimizer, DECAYS[config.decay](done))
+            recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=BATCHES_FOR_BOUND)
+            with contracted(model, layers, optimizer) if config.contract else nullcontext():
+                dropped = zero_for_good(layers)
+                for x, y in remaining:
+                    x, y = x.to(device), y.to(device)
+                    done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
+                    _set_learning_rate(optimizer, DECAYS[config.decay](done))
 
-                output = model(x)
-                nll = loss(output, y)
-                objective = elbo_loss(nll, model, n_train=n, beta=beta_at(done)) if sparse else nll
-                optimizer.zero_grad()
-                objective.backward()  # type: ignore[no-untyped-call]
-                _check_finite(objective, model, state, folder)
-                optimizer.step()
-                for layer, alive in dropped:
-                    layer.weight.data.mul_(alive)
+                    output = model(x)
+                    nll = loss(output, y)
+                    objective = elbo_loss(nll, model, n_train=n, beta=beta_at(done)) if layers else nll
+                    optimizer.zero_grad()
+                    objective.backward()  # type: ignore[no-untyped-call]
+                    _check_finite(objective, model, state, folder)
+                    optimizer.step()
+                    for layer, alive in dropped:
+                        layer.weight.data.mul_(alive)
 
-                state.batch += 1
-                state.seen += len(y)
-                state.loss += nll.item() * len(y)
-                missed = wrong(output, y)
-                state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
-                progress.step((state.epoch + min(1.0, state.seen / n)) / config.epochs, _describe(state, config))
-                if interrupt.is_set():
-                    state.seconds = time.monotonic() - begun
-                    folder.save(model, optimizer, state, torch.get_rng_state())
-                    raise KeyboardInterrupt
+                    recent.append((x, y))
+                    state.batch += 1
+                    state.seen += len(y)
+                    state.loss += nll.item() * len(y)
+                    missed = wrong(output, y)
+                    state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
+                    progress.step((state.epoch + min(1.0, state.seen / n)) / config.epochs, _describe(state, config))
+                    if interrupt.is_set():
+                        break
+            if interrupt.is_set():
+                state.seconds = time.monotonic() - begun
+                folder.save(model, optimizer, state, torch.get_rng_state())
+                raise KeyboardInterrupt
             if state.seen == 0:
                 raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
-            metrics = _epoch_metrics(model, val, loss, config, state, n, sparse, time.monotonic() - begun)
             _check_parameters(model, state, folder)
+            metrics = _epoch_metrics(model, val, loss, config, state, n)
             # Never before β has its final value: until then a large α means little.
-            if sparse and max(config.drop_from, config.warm_up_end) <= metrics.epoch / config.epochs < 1:
-                for layer in sparse_layers(model).values():
-                    if layer.weight.requires_grad:
-                        layer.drop()
+            if layers and max(config.drop_from, config.warm_up_end) <= metrics.epoch / config.epochs < 1:
+                bound = partial(_bound_on, model, list(recent), loss, n, config.seed)
+                before = bound()
+                count = drop(layers, optimizer, config.drop_patience)
+                metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
+            metrics = replace(metrics, seconds=time.monotonic() - begun)
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
             folder.save(model, optimizer, state)
             progress.epoch(_describe(state, config))
@@ -232,11 +253,11 @@ def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
     )
 
 
-def _dropped(model: nn.Module) -> list[tuple[SparseLayer, Tensor]]:
-    """The layers that have lost weights for good, with the mask of those that are left."""
-    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    masks = [(layer, layer.alive()) for layer in layers]
-    return [(layer, alive) for layer, alive in masks if not alive.all()]
+def _bound_on(model: nn.Module, data: list[tuple[Tensor, Tensor]], loss: Loss, n: int, seed: int) -> float:
+    """The bound from a few batches, with the same noise each time."""
+    torch.manual_seed(seed)
+    x, y = (torch.cat(part) for part in zip(*data, strict=True))
+    return elbo(model, (x, y), loss, n)
 
 
 def _set_learning_rate(optimizer: torch.optim.Adam, factor: float) -> None:
@@ -275,11 +296,10 @@ def _epoch_metrics(
     config: FitConfig,
     state: State,
     n: int,
-    sparse: bool,
-    seconds: float,
 ) -> EpochMetrics:
     done = (state.epoch + 1) / config.epochs
     train_loss = state.loss / state.seen
+    sparse = any(isinstance(module, SparseLayer) for module in model.modules())
     left = summary(model) if sparse else None
     divergence = kl(model).item() if sparse else None
     held_out = evaluate(model, val, loss) if val is not None else None
@@ -295,7 +315,8 @@ def _epoch_metrics(
         ratio=left.ratio if left and left.kept else None,
         val_loss=held_out.loss if held_out else None,
         val_error=held_out.error if held_out else None,
-        seconds=seconds,
+        seconds=0.0,
+        alive={name: layer.inputs_and_units() for name, layer in sparse_layers(model).items()} if sparse else None,
     )
 
 

@@ -9,6 +9,7 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsevd import functional, kernels
 from sparsevd.errors import ArgumentError
+from sparsevd.sampling import sample, select, spread
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
 THRESHOLD = 3.0
@@ -33,11 +35,20 @@ def checked_threshold(threshold: float) -> float:
     return float(threshold)
 
 
+@dataclass(frozen=True)
+class Part:
+    """The inputs and units of a layer that still have weights; the layer's weight is then that part of the whole."""
+
+    inputs: Tensor
+    units: Tensor
+
+
 class SparseLayer(nn.Module):
     """What all Sparse VD layers share: the parameters, the KL and the forward equation."""
 
     plain_type: ClassVar[type[nn.Module]]
     options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
+    channel: int  # the dimension of the output that the bias belongs to, counted from the end
 
     weight: Tensor
     bias: Tensor | None
@@ -49,6 +60,7 @@ class SparseLayer(nn.Module):
         *,
         threshold: float = THRESHOLD,
         initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
+        variance_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         for option in self.options:
@@ -57,6 +69,8 @@ class SparseLayer(nn.Module):
         self.bias = cast(nn.Parameter | None, twin.bias)
         self.threshold = checked_threshold(threshold)
         self.initial_log_sigma2 = initial_log_sigma2
+        self.part: Part | None = None  # set while `progressive` has made the weight smaller
+        self.variance_dtype = variance_dtype  # of A² and σ² in δ = A²·σ²; None: that of log σ²
         # Half precision is too coarse for log σ², which Adam moves in small steps.
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.log_sigma2 = nn.Parameter(
@@ -69,22 +83,30 @@ class SparseLayer(nn.Module):
     def product(self, *args: Any, **kwargs: Any) -> Tensor:
         """product(input, weight, bias): the twin's linear map with another weight; A·W, or A ∗ w for a filter."""
 
+    @abstractmethod
+    def gradients(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
+        """gradients(grad, input, weight, wants): those of the product, for `sampling`."""
+
     def forward(self, input: Tensor, *shape: Any) -> Tensor:
         if not self.training:
             return self.product(input, self.pruned_weight(), self.bias, *shape)
-        gamma = self.product(input, self.weight, self.bias, *shape)
-        delta = self._variance(input, *shape)
-        return kernels.noisy_output(gamma, delta)
+        variance_dtype = self.variance_dtype or self.log_sigma2.dtype
+        if self.part is None:
+            return sample(self, input, self.weight, self.bias, self.log_sigma2, variance_dtype, *shape)
+        input = select(input, self.channel, self.part.inputs)
+        output = sample(self, input, self.weight, None, self.log_sigma2, variance_dtype, *shape)
+        output = spread(output, self.channel, self.part.units, self._units())
+        if self.bias is None:
+            return output
+        return output + self.bias.view(-1, *[1] * (-1 - self.channel))
 
-    def _variance(self, input: Tensor, *shape: Any) -> Tensor:
-        """δ = A²·σ² (eq. 17) or A² ∗ σ² (eq. 18), in float32 or wider; the bias has no noise and no part in it."""
-        sigma2 = torch.exp(self.log_sigma2)
-        wide = sigma2.dtype
-        device = input.device.type
-        # bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows.
-        keep_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=keep_autocast):
-            return self.product(input.to(wide).square(), sigma2, None, *shape).to(wide)
+    def can_contract(self) -> bool:
+        """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""
+        return False
+
+    def _units(self) -> int:
+        """How many outputs, or channels of outputs, the layer has."""
+        raise NotImplementedError
 
     def log_alpha(self) -> Tensor:
         """log α of every weight."""
@@ -96,22 +118,29 @@ class SparseLayer(nn.Module):
         return functional.pruned(self.weight, self.log_sigma2, limit)
 
     @torch.no_grad()
-    def drop(self) -> None:
-        """Make every weight above the threshold a zero for good: θ = 0 and σ = 0 up to rounding.
+    def drop(self, which: Tensor) -> None:
+        """Make these weights zero for good: θ = 0 and σ = 0 up to rounding.
 
         Training must then keep θ there, by multiplying it with `alive()` after each step.
         """
-        self.weight.copy_(self.pruned_weight())
-        self.log_sigma2.masked_fill_(self.weight == 0, DROPPED_LOG_SIGMA2)
+        self.weight.masked_fill_(which, 0)
+        self.log_sigma2.masked_fill_(which, DROPPED_LOG_SIGMA2)
 
     @torch.no_grad()
     def alive(self) -> Tensor:
         """False for every weight that was dropped for good."""
         return (self.weight != 0) | (self.log_sigma2 > DROPPED_LOG_SIGMA2 + 1)
 
+    @torch.no_grad()
+    def inputs_and_units(self) -> list[int]:
+        """How many inputs, and how many outputs, have a weight that is not pruned; of one group for a grouped layer."""
+        kept = self.pruned_weight() != 0
+        kept = kept.flatten(2).any(2) if kept.ndim > 2 else kept
+        return [int(kept.any(0).sum()), int(kept.any(1).sum())]
+
     def kl(self) -> Tensor:
         """KL(q ‖ p) of the whole layer, a scalar (eq. 14)."""
-        return kernels.kl(self.weight, self.log_sigma2)
+        return kernels.kl([(self.weight, self.log_sigma2)])
 
     def plain(self, threshold: float | None = None) -> nn.Module:
         """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""
@@ -147,9 +176,38 @@ class SparseLinear(SparseLayer):
 
     plain_type = nn.Linear
     options = ("in_features", "out_features")
+    channel = -1
+
+    out_features: int
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
+
+    def gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        grad_input = grad @ weight if wants[0] else None
+        if grad.ndim != 2:
+            grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+        return grad_input, grad.t() @ input if wants[1] else None
+
+    def can_contract(self) -> bool:
+        return True
+
+    def _units(self) -> int:
+        return self.out_features
+
+
+def _convolution_gradients(
+    grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool], settings: tuple[Any, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of input and weight; settings: stride, padding, dilation, transposed, output_padding, groups."""
+    batched = input.ndim == weight.ndim
+    if not batched:
+        grad, input = grad.unsqueeze(0), input.unsqueeze(0)
+    backward = torch.ops.aten.convolution_backward
+    grad_input, grad_weight, _ = backward(grad, input, weight, None, *settings, [*wants, False])
+    return grad_input if batched or grad_input is None else grad_input.squeeze(0), grad_weight
 
 
 class SparseConv(SparseLayer):
@@ -167,6 +225,7 @@ class SparseConv(SparseLayer):
     )
     convolve: ClassVar[Callable[..., Tensor]]
 
+    out_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: str | tuple[int, ...]
@@ -174,12 +233,38 @@ class SparseConv(SparseLayer):
     groups: int
     padding_mode: str
 
+    @property
+    def channel(self) -> int:  # type: ignore[override]
+        return -1 - len(self.kernel_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._pads_before():
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            input = F.pad(input, self._both_sides(), mode=mode)
+        return super().forward(input)
+
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        padding: str | int | tuple[int, ...] = self.padding
-        if self.padding_mode != "zeros":
-            input = F.pad(input, self._both_sides(), mode=self.padding_mode)
-            padding = 0
-        return type(self).convolve(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        return type(self).convolve(input, weight, bias, self.stride, self._padding(), self.dilation, self.groups)
+
+    def gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        settings = (self.stride, self._padding(), self.dilation, False, [0], self.groups)
+        return _convolution_gradients(grad, input, weight, wants, settings)
+
+    def can_contract(self) -> bool:
+        return self.groups == 1
+
+    def _units(self) -> int:
+        return self.out_channels
+
+    def _pads_before(self) -> bool:
+        """Whether the padding is more than a number of zeros on both sides, and so a step of its own."""
+        sides = self._both_sides()
+        return self.padding_mode != "zeros" or sides[::2] != sides[1::2]
+
+    def _padding(self) -> list[int]:
+        return [0] * len(self.kernel_size) if self._pads_before() else self._both_sides()[::2][::-1]
 
     def _both_sides(self) -> list[int]:
         """Padding before and after each dimension, the last dimension first, as F.pad wants it."""
@@ -242,12 +327,22 @@ class SparseConvTranspose(SparseLayer):
     groups: int
     dilation: tuple[int, ...]
 
-    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        return super().forward(input, output_size)
+    @property
+    def channel(self) -> int:  # type: ignore[override]
+        return -1 - len(self.kernel_size)
 
-    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, output_size: Sequence[int] | None) -> Tensor:
-        padding = self._output_padding(input, output_size)
-        return type(self).convolve(input, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        return super().forward(input, self._output_padding(input, output_size))
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, output_padding: tuple[int, ...]) -> Tensor:
+        settings = (self.stride, self.padding, output_padding, self.groups, self.dilation)
+        return type(self).convolve(input, weight, bias, *settings)
+
+    def gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool], output_padding: tuple[int, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        settings = (self.stride, self.padding, self.dilation, True, output_padding, self.groups)
+        return _convolution_gradients(grad, input, weight, wants, settings)
 
     def _output_padding(self, input: Tensor, output_size: Sequence[int] | None) -> tuple[int, ...]:
         """What must be added at the end of each dimension to get the output size that the caller asks for."""

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
+from sparsevd import kernels
 from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.layers import SparseLayer
 
@@ -26,8 +26,7 @@ def kl(model: nn.Module) -> Tensor:
 
     loss = F.cross_entropy(model(x), y) + beta * sparsevd.kl(model) / n_train
     """
-    terms = [layer.kl() for layer in sparse_layers(model).values()]
-    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+    return kernels.kl([(layer.weight, layer.log_sigma2) for layer in sparse_layers(model).values()])
 
 
 def elbo_loss(nll_mean: Tensor, model: nn.Module, *, n_train: int, beta: float = 1.0) -> Tensor:

@@ -24,7 +24,9 @@ METRICS = "metrics.jsonl"
 class EpochMetrics:
     """One epoch. Training figures are averages over the epoch, with noise; `elbo` is the bound they give with β = 1.
 
-    Without Sparse VD layers (`fit_dense`) kl, elbo, sparsity and ratio are None.
+    `alive` has, for each Sparse VD layer, how many of its inputs and of its units have a weight below the threshold.
+    Where weights were dropped for good after the epoch, `dropped` is how many, and the bound before and after that is
+    the one of the last batches with the same noise. Without Sparse VD layers (`fit_dense`) all of these are None.
     """
 
     epoch: int
@@ -39,6 +41,10 @@ class EpochMetrics:
     val_loss: float | None
     val_error: float | None
     seconds: float
+    alive: dict[str, list[int]] | None = None
+    dropped: int | None = None
+    elbo_before_drop: float | None = None
+    elbo_after_drop: float | None = None
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """The fused training kernels: plain C behind a C ABI, and one thin door to it.
 
-`kl` and `noisy_output` take the C way for contiguous float32 tensors on the CPU and the way of `functional` everywhere
-else: no compiler at installation, another device, another type. Under torch.compile and torch.export they take the
-latter too, since the compiler fuses those operations by itself.
+They take dense float32 tensors on the CPU, as `fit` tells; everywhere else (no compiler at installation, another
+device, another type) the way of `functional` is taken. Under torch.compile and torch.export too, since the compiler
+fuses those operations by itself.
 """
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ def library() -> ctypes.CDLL | None:
 
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    kernels.sparsevd_kl_blocks.argtypes, kernels.sparsevd_kl_blocks.restype = [_SIZE], _SIZE
-    kernels.sparsevd_kl.argtypes, kernels.sparsevd_kl.restype = [_INT, _INT, _SIZE, *[_POINTER] * 5], ctypes.c_double
-    kernels.sparsevd_noise_forward.argtypes = [_INT, _INT, _SIZE, _SEED, *[_POINTER] * 4]
-    kernels.sparsevd_noise_forward.restype = None
-    kernels.sparsevd_noise_backward.argtypes = [_INT, _INT, _SIZE, _SEED, *[_POINTER] * 3]
-    kernels.sparsevd_noise_backward.restype = None
+    common = [_INT, _INT, _SIZE]  # instruction set, threads, how many numbers
+    kernels.sparsevd_blocks.argtypes, kernels.sparsevd_blocks.restype = [_SIZE], _SIZE
+    kernels.sparsevd_kl.argtypes, kernels.sparsevd_kl.restype = [*common, *[_POINTER] * 5], ctypes.c_double
+    kernels.sparsevd_sample.argtypes, kernels.sparsevd_sample.restype = [*common, _SEED, *[_POINTER] * 3], None
+    for name in ("sparsevd_exp", "sparsevd_exp_bf16", "sparsevd_times_exp"):
+        function = getattr(kernels, name)
+        function.argtypes, function.restype = [*common, _POINTER, _POINTER], None
     kernels.sparsevd_supports.argtypes, kernels.sparsevd_supports.restype = [_INT], _INT
     return kernels
 
@@ -51,31 +53,77 @@ def available() -> bool:
     return library() is not None
 
 
-def _fits(*tensors: Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)  # a subclass may have no memory of its own
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-        and available()
-    )
+def fit(*tensors: Tensor) -> bool:
+    """Whether the kernels can take these: float32 numbers in the memory of this machine, one after the other."""
+    if torch.compiler.is_compiling() or not available():
+        return False
+    for t in tensors:
+        if type(t) not in (Tensor, torch.nn.Parameter):  # a subclass may have no memory of its own
+            return False
+        if t.dtype is not torch.float32 or t.device.type != "cpu":
+            return False
+        if not t.is_contiguous() and not (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)):
+            return False
+    return True
 
 
-def kl(theta: Tensor, log_sigma2: Tensor) -> Tensor:
-    """`functional.kl`: the KL of all weights (eq. 14), in one pass with both its gradients."""
-    if not _fits(theta, log_sigma2):
-        return functional.kl(theta, log_sigma2)
-    return _KL.apply(theta, log_sigma2)  # type: ignore[no-any-return,no-untyped-call]
+def kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The KL (eq. 14) summed over pairs (θ, log σ²) of tensors of weights, in one pass with all its gradients.
 
-
-def noisy_output(gamma: Tensor, delta: Tensor) -> Tensor:
-    """`functional.noisy_output` with fresh noise: γ + √δ·ε, in one pass that draws ε too (eq. 17, 18).
-
-    The noise comes from a counter-based generator whose seed torch's own generator gives. It does not depend on
-    the number of threads, nor but for rounding on the vector width, and the backward pass makes it again.
+    All of a model's layers in one call: on a small network a call costs as much as the work.
     """
-    if not _fits(gamma, delta):
-        return functional.noisy_output(gamma, delta, torch.randn_like(delta))
-    return _NoisyOutput.apply(gamma, delta, fresh_seed())  # type: ignore[no-any-return,no-untyped-call]
+    flat = [tensor for pair in pairs for tensor in pair]
+    if fit(*flat) and all(theta.stride() == log_sigma2.stride() for theta, log_sigma2 in pairs):
+        return _KL.apply(*flat)  # type: ignore[no-any-return,no-untyped-call]
+    terms = [functional.kl(theta, log_sigma2) for theta, log_sigma2 in pairs]
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+class _KL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *flat: Tensor) -> Tensor:
+        value, ctx.gradients = _kl_and_gradients(flat)
+        ctx.save_for_backward(*flat)
+        return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        # The gradients are handed over, not copied; who comes back a second time gets them made again.
+        gradients = ctx.gradients or _kl_and_gradients(ctx.saved_tensors)[1]
+        ctx.gradients = None
+        torch._foreach_mul_(gradients, grad.item())
+        return tuple(gradients)
+
+
+def _kl_and_gradients(flat: Sequence[Tensor], instruction_set: int = BEST) -> tuple[float, list[Tensor]]:
+    """The sum over θ, log σ², θ, log σ², ... and the gradient of each of them."""
+    kernels = _library()
+    gradients = [torch.empty_like(tensor) for tensor in flat]
+    sums = torch.empty(kernels.sparsevd_blocks(max(t.numel() for t in flat)), dtype=torch.float64, device="cpu")
+    value = 0.0
+    for i in range(0, len(flat), 2):
+        pointers = [tensor.data_ptr() for tensor in (*flat[i : i + 2], *gradients[i : i + 2], sums)]
+        value += kernels.sparsevd_kl(*_common(instruction_set, flat[i]), *pointers)
+    return value, gradients
+
+
+def kl_with_gradients(theta: Tensor, log_sigma2: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed KL of one tensor of weights and its gradients with respect to θ and log σ²."""
+    value, (grad_theta, grad_log_sigma2) = _kl_and_gradients((theta, log_sigma2), instruction_set)
+    return torch.tensor(value, dtype=torch.float32, device="cpu"), grad_theta, grad_log_sigma2
+
+
+def sample_(
+    gamma: Tensor, delta: Tensor, seed: int, epsilon: Tensor | None = None, instruction_set: int = BEST
+) -> None:
+    """γ + √δ·ε (eq. 17, 18) in place of γ, and its slope ε/(2√δ) with respect to δ in place of δ, in one pass.
+
+    The noise comes from a counter-based generator. It depends on the seed alone: not on the number of threads, nor but
+    for rounding on the vector width. It goes to `epsilon` if that is given.
+    """
+    pointers = [tensor.data_ptr() if tensor is not None else None for tensor in (gamma, delta, epsilon)]
+    _library().sparsevd_sample(*_common(instruction_set, gamma), seed, *pointers)
 
 
 def fresh_seed() -> int:
@@ -83,63 +131,25 @@ def fresh_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
-class _KL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, theta: Tensor, log_sigma2: Tensor) -> Tensor:
-        value, grad_theta, grad_log_sigma2 = kl_with_gradients(theta, log_sigma2)
-        ctx.save_for_backward(grad_theta, grad_log_sigma2)
-        return value
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        grad_theta, grad_log_sigma2 = ctx.saved_tensors
-        return grad_theta * grad, grad_log_sigma2 * grad
+def variance(log_sigma2: Tensor, dtype: torch.dtype = torch.float32, instruction_set: int = BEST) -> Tensor:
+    """σ² = exp(log σ²), in float32 or bfloat16."""
+    sigma2 = torch.empty_like(log_sigma2, dtype=dtype)
+    exp = _library().sparsevd_exp_bf16 if dtype == torch.bfloat16 else _library().sparsevd_exp
+    exp(*_common(instruction_set, log_sigma2), log_sigma2.data_ptr(), sigma2.data_ptr())
+    return sigma2
 
 
-def kl_with_gradients(theta: Tensor, log_sigma2: Tensor, instruction_set: int = BEST) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed KL and its gradients with respect to θ and log σ²."""
+def times_variance_(grad_sigma2: Tensor, log_sigma2: Tensor, instruction_set: int = BEST) -> None:
+    """The gradient of σ² becomes that of log σ²: times σ², in place."""
+    pointers = (log_sigma2.data_ptr(), grad_sigma2.data_ptr())
+    _library().sparsevd_times_exp(*_common(instruction_set, log_sigma2), *pointers)
+
+
+def _library() -> ctypes.CDLL:
     kernels = library()
     assert kernels is not None
-    grad_theta, grad_log_sigma2 = torch.empty_like(theta), torch.empty_like(log_sigma2)
-    sums = torch.empty(kernels.sparsevd_kl_blocks(theta.numel()), dtype=torch.float64, device="cpu")
-    tensors = (theta, log_sigma2, grad_theta, grad_log_sigma2, sums)
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    value = kernels.sparsevd_kl(instruction_set, torch.get_num_threads(), theta.numel(), *pointers)
-    return torch.tensor(value, dtype=torch.float32, device="cpu"), grad_theta, grad_log_sigma2
+    return kernels
 
 
-class _NoisyOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gamma: Tensor, delta: Tensor, seed: int) -> Tensor:
-        ctx.save_for_backward(delta)
-        ctx.seed = seed
-        return add_noise(gamma, delta, seed)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (delta,) = ctx.saved_tensors
-        return grad, noise_gradient(grad.contiguous(), delta, ctx.seed), None
-
-
-def add_noise(
-    gamma: Tensor, delta: Tensor, seed: int, epsilon: Tensor | None = None, instruction_set: int = BEST
-) -> Tensor:
-    """γ + √δ·ε with the noise of this seed, which goes to `epsilon` if that is given."""
-    kernels = library()
-    assert kernels is not None
-    out = torch.empty_like(gamma)
-    pointers = [tensor.data_ptr() if tensor is not None else None for tensor in (gamma, delta, out, epsilon)]
-    kernels.sparsevd_noise_forward(instruction_set, torch.get_num_threads(), gamma.numel(), seed, *pointers)
-    return out
-
-
-def noise_gradient(grad: Tensor, delta: Tensor, seed: int, instruction_set: int = BEST) -> Tensor:
-    """The gradient with respect to δ, with the same noise made again."""
-    kernels = library()
-    assert kernels is not None
-    grad_delta = torch.empty_like(delta)
-    pointers = [tensor.data_ptr() for tensor in (grad, delta, grad_delta)]
-    kernels.sparsevd_noise_backward(instruction_set, torch.get_num_threads(), grad.numel(), seed, *pointers)
-    return grad_delta
+def _common(instruction_set: int, tensor: Tensor) -> tuple[int, int, int]:
+    return instruction_set, torch.get_num_threads(), tensor.numel()

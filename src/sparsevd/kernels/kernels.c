@@ -3,8 +3,10 @@
 
 #include "kernels.h"
 
-#define KL_BLOCK 4096
-#define NOISE_BLOCK 64 /* as normal_block makes them */
+#include <string.h>
+
+#define BLOCK 4096 /* a multiple of CHUNK */
+#define CHUNK 256  /* as in train.h */
 
 static const struct train_kernels *chosen(void) {
 #if defined(__x86_64__)
@@ -39,51 +41,53 @@ int sparsevd_supports(int set) {
   return set <= 1;
 }
 
-ptrdiff_t sparsevd_kl_blocks(ptrdiff_t n) { return (n + KL_BLOCK - 1) / KL_BLOCK; }
+ptrdiff_t sparsevd_blocks(ptrdiff_t n) { return (n + BLOCK - 1) / BLOCK; }
 
-/* The sum of the KL over n weights, with both gradients. sums has room for sparsevd_kl_blocks(n) numbers. */
+/* A loop over the blocks of n numbers on all threads; inside it a block begins at `start` and has `count` of them. */
+#define FOR_EACH_BLOCK                                                                   \
+  _Pragma("omp parallel for schedule(static) num_threads(threads) if (n > BLOCK)")       \
+  for (ptrdiff_t start = 0; start < n; start += BLOCK)
+#define COUNT (n - start < BLOCK ? n - start : BLOCK)
+
+/* The sum of the KL over n weights, with both gradients. sums has room for sparsevd_blocks(n) numbers. */
 double sparsevd_kl(int set, int threads, ptrdiff_t n, const float *theta, const float *log_sigma2, float *grad_theta,
                    float *grad_log_sigma2, double *sums) {
   const struct train_kernels *kernels = numbered(set);
-  ptrdiff_t blocks = sparsevd_kl_blocks(n);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (ptrdiff_t block = 0; block < blocks; block++) {
-    ptrdiff_t start = block * KL_BLOCK, count = n - start < KL_BLOCK ? n - start : KL_BLOCK;
-    sums[block] = kernels->kl_block(theta + start, log_sigma2 + start, grad_theta + start, grad_log_sigma2 + start, count);
-  }
+  FOR_EACH_BLOCK
+  sums[start / BLOCK] =
+      kernels->kl_block(theta + start, log_sigma2 + start, grad_theta + start, grad_log_sigma2 + start, COUNT);
   double sum = 0;
-  for (ptrdiff_t block = 0; block < blocks; block++) sum += sums[block];
+  for (ptrdiff_t block = 0; block < sparsevd_blocks(n); block++) sum += sums[block];
   return sum;
 }
 
-/* out = gamma + sqrt(delta) epsilon with the noise of this seed; out may be gamma. epsilon, if not null, gets it. */
-void sparsevd_noise_forward(int set, int threads, ptrdiff_t n, uint64_t seed, const float *gamma, const float *delta,
-                            float *out, float *epsilon) {
+/* gamma becomes gamma + sqrt(delta) epsilon with the noise of this seed, and delta the slope of that with respect to
+   delta. epsilon, if not null, gets the noise. */
+void sparsevd_sample(int set, int threads, ptrdiff_t n, uint64_t seed, float *gamma, float *delta, float *epsilon) {
   const struct train_kernels *kernels = numbered(set);
-  ptrdiff_t blocks = (n + NOISE_BLOCK - 1) / NOISE_BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (ptrdiff_t block = 0; block < blocks; block++) {
-    float noise[NOISE_BLOCK];
-    ptrdiff_t start = block * NOISE_BLOCK;
-    int count = n - start < NOISE_BLOCK ? (int)(n - start) : NOISE_BLOCK;
-    kernels->normal_block(noise, seed, (uint64_t)block);
-    kernels->noise_forward_block(gamma + start, delta + start, out + start, noise, count);
-    if (epsilon)
-      for (int i = 0; i < count; i++) epsilon[start + i] = noise[i];
+  FOR_EACH_BLOCK
+  for (ptrdiff_t i = start, end = start + COUNT; i < end; i += CHUNK) {
+    float noise[CHUNK];
+    int count = end - i < CHUNK ? (int)(end - i) : CHUNK;
+    kernels->normal_chunk(noise, seed, (uint64_t)(i / CHUNK));
+    kernels->sample_chunk(gamma + i, delta + i, noise, count);
+    if (epsilon) memcpy(epsilon + i, noise, sizeof(float) * count);
   }
 }
 
-/* The gradient of delta: the noise is made again from the seed instead of being kept. */
-void sparsevd_noise_backward(int set, int threads, ptrdiff_t n, uint64_t seed, const float *grad, const float *delta,
-                             float *grad_delta) {
+/* sigma^2 = exp(log sigma^2). */
+void sparsevd_exp(int set, int threads, ptrdiff_t n, const float *log_sigma2, float *sigma2) {
   const struct train_kernels *kernels = numbered(set);
-  ptrdiff_t blocks = (n + NOISE_BLOCK - 1) / NOISE_BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (ptrdiff_t block = 0; block < blocks; block++) {
-    float noise[NOISE_BLOCK];
-    ptrdiff_t start = block * NOISE_BLOCK;
-    int count = n - start < NOISE_BLOCK ? (int)(n - start) : NOISE_BLOCK;
-    kernels->normal_block(noise, seed, (uint64_t)block);
-    kernels->noise_backward_block(grad + start, delta + start, grad_delta + start, noise, count);
-  }
+  FOR_EACH_BLOCK kernels->exp_block(log_sigma2 + start, sigma2 + start, COUNT);
+}
+
+void sparsevd_exp_bf16(int set, int threads, ptrdiff_t n, const float *log_sigma2, uint16_t *sigma2) {
+  const struct train_kernels *kernels = numbered(set);
+  FOR_EACH_BLOCK kernels->exp_bf16_block(log_sigma2 + start, sigma2 + start, COUNT);
+}
+
+/* The gradient of sigma^2 becomes that of log sigma^2. */
+void sparsevd_times_exp(int set, int threads, ptrdiff_t n, const float *log_sigma2, float *grad_sigma2) {
+  const struct train_kernels *kernels = numbered(set);
+  FOR_EACH_BLOCK kernels->times_exp_block(log_sigma2 + start, grad_sigma2 + start, COUNT);
 }

@@ -8,9 +8,11 @@
 struct train_kernels {
   double (*kl_block)(const float *theta, const float *log_sigma2, float *grad_theta, float *grad_log_sigma2,
                      ptrdiff_t n);
-  void (*normal_block)(float *out, uint64_t seed, uint64_t block);
-  void (*noise_forward_block)(const float *gamma, const float *delta, float *out, const float *epsilon, int n);
-  void (*noise_backward_block)(const float *grad, const float *delta, float *grad_delta, const float *epsilon, int n);
+  void (*normal_chunk)(float *out, uint64_t seed, uint64_t chunk);
+  void (*sample_chunk)(float *gamma, float *delta, const float *epsilon, int n);
+  void (*exp_block)(const float *x, float *out, ptrdiff_t n);
+  void (*exp_bf16_block)(const float *x, uint16_t *out, ptrdiff_t n);
+  void (*times_exp_block)(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n);
 };
 
 extern const struct train_kernels train_kernels_generic;

@@ -7,64 +7,87 @@
 #define K3 1.48695f
 #define SMALLEST 1.17549435e-38f /* the smallest normal number */
 
-/* KL (eq. 14, C = -k1) of LANES weights, and its two gradients. As functional.py writes it:
+/* Work is done in steps over a few hundred numbers, each step a short loop: one weight's logarithms and exponentials wait
+   for each other, those of many weights need not. */
+#define CHUNK 256
+
+/* KL (eq. 14, C = -k1) of up to CHUNK weights, and its two gradients. As functional.py writes it:
      KL = k1 t + log(1 + 1/alpha)/2   with  t = 1 / (1 + exp(k2 + k3 log alpha))
      dKL/d log sigma^2 = dKL/d log alpha = -k1 k3 t (1 - t) - sigmoid(-log alpha)/2
-     dKL/d theta = -2/theta times that, and its limit 0 where theta is no normal number */
-INLINE vf NAME(kl_lanes)(vf theta, vf log_sigma2, vf *grad_theta, vf *grad_log_sigma2) {
-  vf size = absolute(theta);
-  vi normal = size >= splat(SMALLEST);
-  vf log_alpha = log_sigma2 - 2.0f * logarithm(larger(size, splat(SMALLEST)));
-  vf z = K2 + K3 * log_alpha, e = exponential(-absolute(z));
-  vf t = select(z > splat(0.0f), e, splat(1.0f)) / (1.0f + e);
-  e = exponential(-absolute(log_alpha));
-  vf above = 1.0f + e;
-  vf log1p = logarithm(above) + (e - (above - 1.0f)) / above; /* the rounding of 1 + e put back */
-  vi positive = log_alpha > splat(0.0f);
-  vf q = select(positive, e, splat(1.0f)) / above; /* sigmoid(-log alpha) */
-  vf slope = -K1 * K3 * t * (1.0f - t) - 0.5f * q;
-  *grad_log_sigma2 = slope;
-  *grad_theta = select(normal, -2.0f * slope / select(normal, theta, splat(1.0f)), splat(0.0f));
-  return K1 * t + 0.5f * (larger(-log_alpha, splat(0.0f)) + log1p);
-}
-
-/* The same over a block of n weights. Returns the sum: number i is added to sum i mod 16 whatever LANES is, and what is
-   read past the end is theta = 0, whose KL is 0. */
-TARGET static double NAME(kl_block)(const float *theta, const float *log_sigma2, float *grad_theta,
-                                    float *grad_log_sigma2, ptrdiff_t n) {
-  vf sums[16 / LANES] = {{0}};
-  for (ptrdiff_t start = 0; start < n; start += 16) {
+     dKL/d theta = -2/theta times that, and its limit 0 where theta is no normal number
+   Returns the sum. Number i is added to sum i mod 16 whatever LANES is. The logarithms of 1 + 1/alpha are taken
+   sixteen at a time, as one logarithm of their product, after the whole powers of e were taken out. */
+INLINE double NAME(kl_chunk)(const float *theta, const float *log_sigma2, float *grad_theta, float *grad_log_sigma2) {
+  float log_alphas[CHUNK], ez[CHUNK], ea[CHUNK];
+  vf sums[16 / LANES], products[16 / LANES];
+  for (int i = 0; i < CHUNK; i += LANES)
+    store(log_alphas + i, load(log_sigma2 + i) - 2.0f * logarithm(larger(absolute(load(theta + i)), splat(SMALLEST))));
+  for (int i = 0; i < CHUNK; i += LANES) store(ez + i, exponential(-absolute(K2 + K3 * load(log_alphas + i))));
+  for (int i = 0; i < CHUNK; i += LANES) store(ea + i, exponential(-absolute(load(log_alphas + i))));
+  for (int part = 0; part < 16 / LANES; part++) sums[part] = splat(0.0f), products[part] = splat(1.0f);
+  for (int start = 0; start < CHUNK; start += 16)
     for (int part = 0; part < 16 / LANES; part++) {
-      ptrdiff_t i = start + part * LANES;
-      if (i >= n) break;
-      vf gt, gl;
-      sums[part] += NAME(kl_lanes)(load_part(theta + i, n - i), load_part(log_sigma2 + i, n - i), &gt, &gl);
-      store_part(grad_theta + i, gt, n - i);
-      store_part(grad_log_sigma2 + i, gl, n - i);
+      int i = start + part * LANES;
+      vf log_alpha = load(log_alphas + i), z = K2 + K3 * log_alpha, e = load(ea + i), w = load(theta + i);
+      vf above_z = 1.0f + load(ez + i), above = 1.0f + e, both = 1.0f / (above_z * above);
+      vf t = select(z > splat(0.0f), load(ez + i), splat(1.0f)) * above * both;
+      vf q = select(log_alpha > splat(0.0f), e, splat(1.0f)) * above_z * both; /* sigmoid(-log alpha) */
+      vf slope = -K1 * K3 * t * (1.0f - t) - 0.5f * q;
+      vi normal = absolute(w) >= splat(SMALLEST);
+      store(grad_log_sigma2 + i, slope);
+      store(grad_theta + i, select(normal, -2.0f * slope / select(normal, w, splat(1.0f)), splat(0.0f)));
+      /* e - (above - 1) is what rounding 1 + e lost */
+      sums[part] += K1 * t + 0.5f * (larger(-log_alpha, splat(0.0f)) + (e - (above - 1.0f)));
+      products[part] *= above;
     }
-  }
   double sum = 0;
+  for (int part = 0; part < 16 / LANES; part++) sums[part] += 0.5f * logarithm(products[part]);
   for (int i = 0; i < 16; i++) sum += sums[i / LANES][i % LANES];
   return sum;
 }
 
+/* The same over a block of n weights. What is past the end counts as theta = 0, whose KL is 0. */
+TARGET static double NAME(kl_block)(const float *theta, const float *log_sigma2, float *grad_theta,
+                                    float *grad_log_sigma2, ptrdiff_t n) {
+  double sum = 0;
+  ptrdiff_t i = 0;
+  for (; i + CHUNK <= n; i += CHUNK)
+    sum += NAME(kl_chunk)(theta + i, log_sigma2 + i, grad_theta + i, grad_log_sigma2 + i);
+  if (i < n) {
+    float rest[4][CHUNK] = {{0}};
+    size_t bytes = sizeof(float) * (n - i);
+    memcpy(rest[0], theta + i, bytes);
+    memcpy(rest[1], log_sigma2 + i, bytes);
+    sum += NAME(kl_chunk)(rest[0], rest[1], rest[2], rest[3]);
+    memcpy(grad_theta + i, rest[2], bytes);
+    memcpy(grad_log_sigma2 + i, rest[3], bytes);
+  }
+  return sum;
+}
+
 /* Threefry-4x32 with 20 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers, as easy as 1, 2, 3, 2011):
-   four random words from a counter and a key, with additions, rotations and exclusive-ors only. */
+   four random words from a counter and a key, with additions, rotations and exclusive-ors only. Sixteen counters at a
+   time: x[w][p] is word w of part p of them. */
+#define PARTS (16 / LANES)
 #define ROTATE(x, r) (((x) << (r)) | ((x) >> (32 - (r))))
-INLINE void NAME(threefry)(vu x[4], uint32_t key0, uint32_t key1) {
+INLINE void NAME(threefry)(vu x[4][PARTS], uint32_t key0, uint32_t key1) {
   static const int rotations[8][2] = {{10, 26}, {11, 21}, {13, 27}, {23, 5}, {6, 20}, {17, 11}, {25, 10}, {18, 20}};
   const uint32_t key[5] = {key0, key1, 0, 0, 0x1BD11BDA ^ key0 ^ key1};
-  for (int i = 0; i < 4; i++) x[i] += key[i];
+  for (int i = 0; i < 4; i++)
+    for (int p = 0; p < PARTS; p++) x[i][p] += key[i];
+#pragma GCC unroll 20
   for (int round = 0; round < 20; round++) {
     int a = round % 2 ? 3 : 1, b = round % 2 ? 1 : 3;
-    x[0] += x[a];
-    x[a] = ROTATE(x[a], rotations[round % 8][0]) ^ x[0];
-    x[2] += x[b];
-    x[b] = ROTATE(x[b], rotations[round % 8][1]) ^ x[2];
+    for (int p = 0; p < PARTS; p++) {
+      x[0][p] += x[a][p];
+      x[a][p] = ROTATE(x[a][p], rotations[round % 8][0]) ^ x[0][p];
+      x[2][p] += x[b][p];
+      x[b][p] = ROTATE(x[b][p], rotations[round % 8][1]) ^ x[2][p];
+    }
     if (round % 4 == 3) {
       uint32_t s = round / 4 + 1;
-      for (int i = 0; i < 4; i++) x[i] += key[(s + i) % 5];
-      x[3] += s;
+      for (int i = 0; i < 4; i++)
+        for (int p = 0; p < PARTS; p++) x[i][p] += key[(s + i) % 5] + (i == 3 ? s : 0);
     }
   }
 }
@@ -89,43 +112,66 @@ INLINE void NAME(normal_pair)(vu a, vu b, vf *first, vf *second) {
   *second = radius * (vf)((vi)s ^ flip_s);
 }
 
-/* 64 standard normal numbers, the block-th of the stream of this key. Number 16 w + l comes from word w of counter
-   16 block + l, whatever LANES is. */
-TARGET static void NAME(normal_block)(float *out, uint64_t seed, uint64_t block) {
-  for (int start = 0; start < 16; start += LANES) {
-    vu x[4];
-    for (int lane = 0; lane < LANES; lane++) {
-      uint64_t counter = 16 * block + start + lane;
-      x[0][lane] = (uint32_t)counter;
-      x[1][lane] = (uint32_t)(counter >> 32);
+/* CHUNK standard normal numbers, the chunk-th of the stream of this key: of each 64, number 16 w + l comes from word w
+   of counter l of their 16, whatever LANES is. */
+TARGET static void NAME(normal_chunk)(float *out, uint64_t seed, uint64_t chunk) {
+  uint32_t words[CHUNK];
+  static const uint32_t count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int start = 0; start < CHUNK; start += 64) {
+    uint64_t counter = chunk * (CHUNK / 4) + start / 4; /* a multiple of 16: no carry into its upper half */
+    vu x[4][PARTS];
+    for (int p = 0; p < PARTS; p++) {
+      memcpy(&x[0][p], count + p * LANES, sizeof(vu));
+      x[0][p] += (uint32_t)counter;
+      x[1][p] = (vu){0} + (uint32_t)(counter >> 32);
+      x[2][p] = x[3][p] = (vu){0};
     }
-    x[2] = x[3] = (vu){0};
     NAME(threefry)(x, (uint32_t)seed, (uint32_t)(seed >> 32));
-    vf normal[4];
-    NAME(normal_pair)(x[0], x[1], &normal[0], &normal[1]);
-    NAME(normal_pair)(x[2], x[3], &normal[2], &normal[3]);
-    for (int w = 0; w < 4; w++) store(out + 16 * w + start, normal[w]);
+    memcpy(words + start, x, sizeof x);
   }
+  for (int start = 0; start < CHUNK; start += 32)
+    for (int i = start; i < start + 16; i += LANES) {
+      vu a, b;
+      vf first, second;
+      memcpy(&a, words + i, sizeof a);
+      memcpy(&b, words + i + 16, sizeof b);
+      NAME(normal_pair)(a, b, &first, &second);
+      store(out + i, first);
+      store(out + i + 16, second);
+    }
 }
 
-/* b = gamma + sqrt(delta) epsilon (eq. 17, 18) for up to 64 outputs; delta is held at the smallest normal number. */
-TARGET static void NAME(noise_forward_block)(const float *gamma, const float *delta, float *out, const float *epsilon,
-                                             int n) {
+/* b = gamma + sqrt(delta) epsilon (eq. 17, 18) in place of gamma, and its slope d b / d delta = epsilon / (2 sqrt(delta))
+   in place of delta, for up to CHUNK outputs. Below the smallest normal number delta is held there, with slope 0. */
+TARGET static void NAME(sample_chunk)(float *gamma, float *delta, const float *epsilon, int n) {
   for (int i = 0; i < n; i += LANES) {
-    vf deviation = square_root(larger(load_part(delta + i, n - i), splat(SMALLEST)));
-    store_part(out + i, load_part(gamma + i, n - i) + deviation * load(epsilon + i), n - i);
+    vf d = load_part(delta + i, n - i), e = load(epsilon + i);
+    vf deviation = square_root(larger(d, splat(SMALLEST)));
+    store_part(gamma + i, load_part(gamma + i, n - i) + deviation * e, n - i);
+    store_part(delta + i, select(d < splat(SMALLEST), splat(0.0f), 0.5f * e / deviation), n - i);
   }
 }
 
-/* d b / d delta = epsilon / (2 sqrt(delta)), and 0 where delta is held. */
-TARGET static void NAME(noise_backward_block)(const float *grad, const float *delta, float *grad_delta,
-                                              const float *epsilon, int n) {
-  for (int i = 0; i < n; i += LANES) {
-    vf d = load_part(delta + i, n - i);
-    vf g = 0.5f * load_part(grad + i, n - i) * load(epsilon + i) / square_root(larger(d, splat(SMALLEST)));
-    store_part(grad_delta + i, select(d < splat(SMALLEST), splat(0.0f), g), n - i);
+TARGET static void NAME(exp_block)(const float *x, float *out, ptrdiff_t n) {
+  for (ptrdiff_t i = 0; i < n; i += LANES) store_part(out + i, exponential(load_part(x + i, n - i)), n - i);
+}
+
+/* The same as bfloat16: the upper half of a float, rounded to nearest even. */
+TARGET static void NAME(exp_bf16_block)(const float *x, uint16_t *out, ptrdiff_t n) {
+  for (ptrdiff_t i = 0; i < n; i += LANES) {
+    vu bits = (vu)exponential(load_part(x + i, n - i));
+    vh upper = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, vh);
+    memcpy(out + i, &upper, sizeof(uint16_t) * (n - i < LANES ? n - i : LANES));
   }
 }
 
-const struct train_kernels NAME(train_kernels) = {NAME(kl_block), NAME(normal_block), NAME(noise_forward_block),
-                                                  NAME(noise_backward_block)};
+/* grad_sigma2 becomes the gradient of log sigma^2: times sigma^2. */
+TARGET static void NAME(times_exp_block)(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n) {
+  for (ptrdiff_t i = 0; i < n; i += LANES) {
+    vf sigma2 = exponential(load_part(log_sigma2 + i, n - i));
+    store_part(grad_sigma2 + i, load_part(grad_sigma2 + i, n - i) * sigma2, n - i);
+  }
+}
+
+const struct train_kernels NAME(train_kernels) = {NAME(kl_block),       NAME(normal_chunk),    NAME(sample_chunk),
+                                                  NAME(exp_block),      NAME(exp_bf16_block),  NAME(times_exp_block)};

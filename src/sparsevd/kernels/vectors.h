@@ -12,9 +12,11 @@
 typedef float NAME(vf) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(vi) __attribute__((vector_size(4 * LANES)));
 typedef uint32_t NAME(vu) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NAME(vh) __attribute__((vector_size(2 * LANES)));
 #define vf NAME(vf)
 #define vi NAME(vi)
 #define vu NAME(vu)
+#define vh NAME(vh)
 
 INLINE vf NAME(splat)(float x) { return x - (vf){0}; }
 #define splat NAME(splat)
@@ -52,11 +54,11 @@ INLINE vf NAME(square_root)(vf x) {
 }
 #define square_root NAME(square_root)
 
-/* e^x for x <= 0, to 1 ulp or so: x = n log 2 + r with |r| <= log(2)/2, then a polynomial. 0 below -87. */
+/* e^x to 1 ulp or so: x = n log 2 + r with |r| <= log(2)/2, then a polynomial. 0 below -87, where
+   it would be no normal number any more, infinity above 89. */
 INLINE vf NAME(exponential)(vf x) {
-  vi vanishes = x < splat(-87.0f), nan = x != x;
-  vf given = x;
-  x = larger(x, splat(-87.0f));
+  vi vanishes = x < splat(-87.0f);
+  x = select(x > splat(89.0f), splat(89.0f), larger(x, splat(-87.0f)));
   vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to the nearest integer */
   vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
@@ -66,8 +68,10 @@ INLINE vf NAME(exponential)(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  vi exponent = __builtin_convertvector(n, vi);
-  return select(nan, given, select(vanishes, splat(0.0f), p * (vf)((exponent + 127) << 23)));
+  vi exponent = __builtin_convertvector(n, vi); /* 2^n in two factors: 2^128 is no float, 2^128 p may be one */
+  vi half = exponent >> 1;
+  p = p * (vf)((half + 127) << 23) * (vf)((exponent - half + 127) << 23);
+  return select(vanishes, splat(0.0f), p);
 }
 #define exponential NAME(exponential)
 

@@ -1,0 +1,175 @@
+"""The noisy forward pass of a Sparse VD layer in training: b = γ + √δ·ε with γ = A·θ and δ = A²·σ² (eq. 17, 18).
+
+Two ways to the same distribution. `composed` is the equation as it stands, for autograd, torch.compile and every
+device. `fused` is one autograd function around the C kernels that keeps no more than the input and one number per
+output: σ² and A² are made again, and the noise is not needed again.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsevd import functional, kernels
+
+
+class LinearMap(Protocol):
+    """What a layer does with an input and a weight, whichever weight that is. `shape`: extra arguments of the call."""
+
+    channel: int  # the dimension of the output that the bias belongs to, counted from the end
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, *shape: Any) -> Tensor: ...
+
+    def gradients(
+        self, grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool], *shape: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the input and of the weight, None for one that is not wanted."""
+        ...
+
+
+def sample(
+    linear_map: LinearMap,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    log_sigma2: Tensor,
+    variance_dtype: torch.dtype,
+    *shape: Any,
+) -> Tensor:
+    """A sample of the layer's output; `variance_dtype` is the type of A² and σ² in their product."""
+    way = fused if _can_fuse(input, weight, log_sigma2, variance_dtype) else composed
+    return way(linear_map, input, weight, bias, log_sigma2, variance_dtype, *shape)
+
+
+def _can_fuse(input: Tensor, weight: Tensor, log_sigma2: Tensor, variance_dtype: torch.dtype) -> bool:
+    return (
+        variance_dtype in (torch.float32, torch.bfloat16)
+        and kernels.fit(input, weight, log_sigma2)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def composed(
+    linear_map: LinearMap,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    log_sigma2: Tensor,
+    variance_dtype: torch.dtype,
+    *shape: Any,
+) -> Tensor:
+    gamma = linear_map.product(input, weight, bias, *shape)
+    wide, device = log_sigma2.dtype, input.device.type
+    # bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows.
+    keep_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=keep_autocast):
+        squared, sigma2 = input.to(wide).square().to(variance_dtype), torch.exp(log_sigma2).to(variance_dtype)
+        delta = linear_map.product(squared, sigma2, None, *shape).to(wide)
+    return functional.noisy_output(gamma, delta, torch.randn_like(delta))
+
+
+def fused(
+    linear_map: LinearMap,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    log_sigma2: Tensor,
+    variance_dtype: torch.dtype,
+    *shape: Any,
+) -> Tensor:
+    arguments = (linear_map, input, weight, bias, log_sigma2, variance_dtype, shape)
+    return _Fused.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        linear_map: LinearMap,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        log_sigma2: Tensor,
+        variance_dtype: torch.dtype,
+        shape: tuple[Any, ...],
+    ) -> Tensor:
+        gamma = linear_map.product(input, weight, bias, *shape)
+        sigma2 = kernels.variance(log_sigma2, variance_dtype)
+        delta = _like(gamma, linear_map.product(_as(variance_dtype, input * input), sigma2, None, *shape))
+        kernels.sample_(gamma, delta, kernels.fresh_seed())
+        ctx.linear_map, ctx.variance_dtype, ctx.shape = linear_map, variance_dtype, shape
+        ctx.save_for_backward(input, weight, log_sigma2, delta)  # what was δ is now d b / d δ
+        return gamma
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, log_sigma2, slope = ctx.saved_tensors
+        _, wants_input, wants_weight, wants_bias, wants_noise, *_ = ctx.needs_input_grad
+        gradients, dtype = ctx.linear_map.gradients, ctx.variance_dtype
+        grad_input, grad_weight = gradients(grad, input, weight, (wants_input, wants_weight), *ctx.shape)
+        # And through δ = A²·σ², where d A² = 2·A·d A and d σ² = σ²·d log σ².
+        squared, grad_delta = _as(dtype, input * input), _as(dtype, grad * slope)
+        sigma2 = kernels.variance(log_sigma2, dtype) if wants_input else _as(dtype, log_sigma2)  # or not read at all
+        grad_squared, grad_sigma2 = gradients(grad_delta, squared, sigma2, (wants_input, wants_noise), *ctx.shape)
+        if wants_input:
+            grad_input.addcmul_(input, grad_squared, value=2)
+        if wants_noise:
+            grad_sigma2 = _like(log_sigma2, grad_sigma2)
+            if wants_input:
+                grad_sigma2.mul_(sigma2)
+            else:
+                kernels.times_variance_(grad_sigma2, log_sigma2)
+        grad_bias = None
+        if wants_bias:
+            grad_bias = grad.sum([d for d in range(grad.ndim) if d != grad.ndim + ctx.linear_map.channel])
+        return None, grad_input, grad_weight, grad_bias, grad_sigma2, None, None
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor with the type and the order in memory of the pattern, itself where it has them."""
+    if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
+        return tensor
+    return torch.empty_like(pattern).copy_(tensor)
+
+
+def select(input: Tensor, dimension: int, indices: Tensor) -> Tensor:
+    """`input.index_select` with a backward pass that copies; torch's own adds, in case an index comes twice."""
+    return _Select.apply(input, dimension, indices)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def spread(output: Tensor, dimension: int, indices: Tensor, size: int) -> Tensor:
+    """The inverse of `select`: a tensor of this size with the output at the indices and zero elsewhere."""
+    return _Spread.apply(output, dimension, indices, size)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _spread(tensor: Tensor, dimension: int, indices: Tensor, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dimension] = size
+    return tensor.new_zeros(shape).index_copy_(dimension, indices, tensor)
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, dimension: int, indices: Tensor) -> Tensor:
+        ctx.arguments = dimension, indices, input.shape[dimension]
+        return input.index_select(dimension, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _spread(grad, *ctx.arguments), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, dimension: int, indices: Tensor, size: int) -> Tensor:
+        ctx.arguments = dimension, indices
+        return _spread(output, dimension, indices, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.index_select(*ctx.arguments), None, None, None
