@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsevd import functional
+from sparsevd import functional, kernels, sampling
 from sparsevd.errors import ArgumentError
 from sparsevd.layers import DROPPED_LOG_SIGMA2, INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
 
@@ -168,7 +168,7 @@ def test_threshold_prunes_above_and_keeps_below():
 def test_a_dropped_weight_has_no_kl_no_noise_and_no_gradient():
     layer = half_pruned(make(nn.Linear, {"in_features": 40, "out_features": 30})).train()
     before = layer.pruned_weight().clone()
-    layer.drop()
+    layer.drop(before == 0)
     assert torch.equal(layer.pruned_weight(), before)
     assert torch.equal(layer.alive(), before != 0)
     gone = ~layer.alive()
@@ -181,6 +181,65 @@ def test_a_dropped_weight_has_no_kl_no_noise_and_no_gradient():
         layer.log_sigma2.fill_(DROPPED_LOG_SIGMA2)
         assert layer.kl() == 0
         assert layer(torch.randn(8, 40)).abs().max() < 1e-10
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
+@every_layer
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, monkeypatch):
+    """Outputs and all gradients with the same noise: the seed's noise stands in for torch's own in the composed way."""
+    layer = half_pruned(make(plain, arguments)).train()
+    x = torch.randn(shape)
+    if channels_last:
+        if x.ndim != 4 or plain not in (nn.Conv2d, nn.ConvTranspose2d):
+            pytest.skip("only for images")
+        x, layer = x.to(memory_format=torch.channels_last), layer.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    torch.manual_seed(3)
+    seed = kernels.fresh_seed()
+
+    def noise(like):
+        epsilon = torch.empty_like(like)
+        kernels.sample_(torch.zeros_like(like), torch.ones_like(like), seed, epsilon)
+        return epsilon
+
+    def outputs(way):
+        torch.manual_seed(3)
+        monkeypatch.setattr(sampling, "_can_fuse", lambda *_: way is sampling.fused)
+        out = layer(x)
+        weight = torch.linspace(0.5, 1.5, out.numel()).view_as(out)
+        return [out, *torch.autograd.grad((out * weight).square().sum(), [x, *layer.parameters()])]
+
+    monkeypatch.setattr(torch, "randn_like", noise)
+    for ours, theirs in zip(outputs(sampling.fused), outputs(sampling.composed), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+@every_layer
+def test_bfloat16_variance_product_is_close(plain, arguments, shape):
+    """The rounding of the variance changes the deviation of the output by less than a hundredth."""
+    layer = make(plain, arguments, initial_log_sigma2=-1.0).train()
+    x = torch.randn(shape)
+    outs = []
+    for layer.variance_dtype in (None, torch.bfloat16):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            outs.append(layer(x) - layer.product(*_padded(layer, x), layer.weight, layer.bias, *_extra(layer, x)))
+    assert not torch.equal(*outs)
+    torch.testing.assert_close(outs[1], outs[0], rtol=0.01, atol=1e-5)
+    torch.manual_seed(1)
+    gradients = torch.autograd.grad(layer(x).sum(), [layer.weight, layer.log_sigma2])
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients)
+
+
+def _padded(layer, x):
+    before = getattr(layer, "_pads_before", lambda: False)()
+    mode = "constant" if before and layer.padding_mode == "zeros" else getattr(layer, "padding_mode", "")
+    return [nn.functional.pad(x, layer._both_sides(), mode=mode) if before else x]
+
+
+def _extra(layer, x):
+    return [layer.output_padding] if hasattr(layer, "output_padding") else []
 
 
 def test_nan_threshold_is_refused():

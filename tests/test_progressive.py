@@ -1,0 +1,254 @@
+"""Progressive pruning: patience, and layers that compute with the inputs and units that are left."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import sparsevd
+from sparsevd import progressive
+from sparsevd.errors import ArgumentError
+from sparsevd.layers import SparseLayer
+
+
+def problem(n=400):
+    """Only the first two of twelve inputs matter; the last two are always zero."""
+    x = torch.randn(n, 12, generator=torch.Generator().manual_seed(0))
+    x[:, 10:] = 0
+    return x, (x[:, 0] + x[:, 1] > 0).long()
+
+
+def network():
+    torch.manual_seed(1)
+    return sparsevd.sparsify(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)))
+
+
+def adam(model):
+    """An optimizer that has made a step, so that it has a state."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    (model(torch.randn(8, *INPUTS[model.kind])).square().sum() + sparsevd.kl(model)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+INPUTS = {"linear": (12,), "convolution": (3, 6, 6)}
+
+
+def sparse_model(kind):
+    torch.manual_seed(2)
+    if kind == "linear":
+        layers = [nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 2, bias=False)]
+    else:
+        layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 3, stride=2), nn.Flatten()]
+    model = sparsevd.sparsify(nn.Sequential(*layers)).train()
+    model.kind = kind
+    return model
+
+
+def drop_inputs_and_units(model):
+    """Some inputs and units without any weight, and some holes besides."""
+    for layer in progressive_layers(model):
+        which = torch.rand_like(layer.weight) < 0.3
+        which[1::3] = True
+        which[:, ::2] = True
+        layer.drop(which)
+
+
+def progressive_layers(model):
+    return [module for module in model.modules() if isinstance(module, SparseLayer)]
+
+
+every_kind = pytest.mark.parametrize("kind", list(INPUTS))
+
+
+@every_kind
+def test_a_contracted_network_is_the_same_network(kind):
+    """Without noise: the output, the KL and all gradients, those of the dead units' biases too."""
+    model = sparse_model(kind)
+    optimizer = adam(model)
+    drop_inputs_and_units(model)
+    layers = progressive_layers(model)
+    for layer in layers:
+        with torch.no_grad():
+            layer.log_sigma2.clamp_max_(-40.0)
+    x = torch.randn(8, *INPUTS[kind], requires_grad=True)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+
+    def results():
+        output, kl = model(x), sparsevd.kl(model)
+        weights = [layer.weight for layer in layers]
+        return output, kl, weights, torch.autograd.grad(output.square().sum() + kl, [x, *biases, *weights])
+
+    output, kl, weights, gradients = results()
+    shapes = [weight.shape for weight in weights]
+    alive = [layer.alive() for layer in layers]
+    with progressive.contracted(model, layers, optimizer):
+        small_output, small_kl, small_weights, small_gradients = results()
+        assert all(small.numel() < shape.numel() / 2 for small, shape in zip(small_weights, shapes, strict=True))
+        parts = [layer.part for layer in layers]
+    torch.testing.assert_close(small_output, output)
+    torch.testing.assert_close(small_kl, kl)
+    n = len(gradients) - len(layers)
+    torch.testing.assert_close(small_gradients[:n], gradients[:n])
+    for part, mask, small, whole in zip(parts, alive, small_gradients[n:], gradients[n:], strict=True):
+        where = torch.meshgrid(part.units, part.inputs, indexing="ij")
+        torch.testing.assert_close(small * mask[where], whole[where] * mask[where])
+
+
+@every_kind
+def test_contraction_gives_everything_back(kind):
+    model = sparse_model(kind)
+    optimizer = adam(model)
+    drop_inputs_and_units(model)
+    layers = progressive_layers(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = list(model.parameters())
+    kept = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters}
+    with progressive.contracted(model, layers, optimizer):
+        assert any(now is not then for now, then in zip(model.parameters(), parameters, strict=True))
+        assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+            id(p) for p in model.parameters()
+        }
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    assert [p for group in optimizer.param_groups for p in group["params"]] == parameters
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    for layer in layers:
+        for parameter in (layer.weight, layer.log_sigma2):
+            for slot in ("exp_avg", "exp_avg_sq"):
+                alive = layer.alive()
+                assert torch.equal(optimizer.state[parameter][slot][alive], kept[parameter][slot][alive])
+            assert optimizer.state[parameter]["step"] == 1
+
+
+@every_kind
+def test_a_step_inside_is_a_step_outside(kind):
+    """The same gradients give the same weights, Adam's memory included."""
+    results = []
+    for inside in (False, True):
+        model = sparse_model(kind)
+        optimizer = adam(model)
+        drop_inputs_and_units(model)
+        layers = progressive_layers(model)
+        alive = [layer.alive() for layer in layers]
+        if inside:
+            with progressive.contracted(model, layers, optimizer):
+                sparsevd.kl(model).backward()
+                optimizer.step()
+        else:
+            sparsevd.kl(model).backward()
+            optimizer.step()
+        results.append([(layer.weight * mask, layer.bias) for layer, mask in zip(layers, alive, strict=True)])
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_a_weight_that_another_module_reads_stays_whole():
+    torch.manual_seed(2)
+    model = nn.ModuleDict({"head": nn.Linear(12, 16, bias=False), "other": nn.Linear(3, 3)})
+    sparse = sparsevd.sparsify(model, include="head")
+    sparse.kind = "linear"
+    sparse["other"].weight = sparse["head"].weight
+    layers = progressive_layers(sparse)
+    layers[0].drop(torch.ones_like(layers[0].weight, dtype=torch.bool))
+    with progressive.contracted(sparse, layers, torch.optim.Adam(sparse.parameters())):
+        assert layers[0].weight.shape == (16, 12)
+
+
+def test_a_layer_without_any_weight_gives_its_bias():
+    model = sparse_model("linear")
+    optimizer = adam(model)
+    layers = progressive_layers(model)
+    for layer in layers:
+        layer.drop(torch.ones_like(layer.weight, dtype=torch.bool))
+    with progressive.contracted(model, layers, optimizer):
+        out = layers[0](torch.randn(5, 12))
+    torch.testing.assert_close(out, layers[0].bias.expand(5, 16), rtol=0, atol=1e-9)
+
+
+def test_patience_counts_epochs_in_a_row():
+    model = sparse_model("linear")
+    optimizer = adam(model)
+    layer = progressive_layers(model)[0]
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    above, below = 4.0, 0.0
+    course = {(0, 0): [above] * 4, (0, 1): [above, above, below, above], (0, 2): [below, above, above, above]}
+    for epoch in range(4):
+        for where, values in course.items():
+            layer.log_sigma2.data[where] = values[epoch] if layer.alive()[where] else layer.log_sigma2[where]
+        count = progressive.drop([layer], optimizer, patience=3)
+        assert count == {0: 0, 1: 0, 2: 1, 3: 1}[epoch]
+    assert layer.weight[0, :3].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_fit_reports_what_is_alive_and_the_bound_before_and_after():
+    model = network()
+    config = sparsevd.FitConfig(epochs=12, batch_size=50, learning_rate=2e-2, drop_from=0.3, drop_patience=2)
+    history = sparsevd.fit(model, problem(2000), None, config, progress=False)
+    assert all(set(epoch.alive) == {"0", "2"} for epoch in history)
+    (first_inputs, first_units), (inputs, units) = history[0].alive["0"], history[-1].alive["0"]
+    assert 2 <= inputs < first_inputs <= 12
+    assert 1 <= units <= first_units <= 16
+    dropping = [epoch for epoch in history if epoch.dropped]
+    assert dropping
+    assert dropping[0].epoch >= 5  # 0.3 of 12 epochs, and two of them in a row
+    for epoch in dropping:
+        assert epoch.elbo_before_drop != epoch.elbo_after_drop
+        assert abs(epoch.elbo_after_drop - epoch.elbo_before_drop) < 0.2 * abs(epoch.elbo_before_drop)
+    assert history[-1].dropped is None
+
+
+def test_contraction_changes_neither_what_is_learned_nor_the_shapes(tmp_path):
+    """Rounding and the order of the noise differ, the result does not; a checkpoint has the original shapes."""
+    kept = []
+    for contract in (False, True):
+        model = network()
+        config = sparsevd.FitConfig(epochs=14, batch_size=50, learning_rate=2e-2, drop_from=0.3, contract=contract)
+        history = sparsevd.fit(
+            model, problem(2000), problem(500), config, run_dir=tmp_path / str(contract), progress=False
+        )
+        kept.append(history[-1].alive["0"][0])
+        assert history[-1].val_error < 4
+        assert model[0].weight.shape == model[0].log_sigma2.shape == (16, 12)
+        assert sparsevd.prune(model)[0].weight.shape == (16, 12)
+    assert abs(kept[0] - kept[1]) <= 1
+
+
+def test_resume_with_contraction_gives_the_same_bits(tmp_path):
+    config = sparsevd.FitConfig(epochs=8, batch_size=50, learning_rate=2e-2, drop_from=0.3, drop_patience=2)
+    whole = network()
+    sparsevd.fit(whole, problem(), None, config, progress=False)
+
+    class Stop(Exception):
+        pass
+
+    broken = network()
+    epochs = []
+
+    def stop(self, text):
+        epochs.append(text)
+        if len(epochs) == 6:
+            raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparsevd.progress.Silent.epoch", stop)
+        with pytest.raises(Stop):
+            sparsevd.fit(broken, problem(), None, config, run_dir=tmp_path, progress=False)
+    resumed = network()
+    sparsevd.fit(resumed, problem(), None, config, run_dir=tmp_path, resume=True, progress=False)
+    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ArgumentError, match="drop_patience"):
+        sparsevd.FitConfig(drop_patience=0)
+    with pytest.raises(ArgumentError, match="variance_dtype"):
+        sparsevd.FitConfig(variance_dtype="float16")
+    with pytest.raises(ArgumentError, match="variance_dtype"):
+        sparsevd.sparsify(nn.Linear(2, 2), variance_dtype=torch.int8)
+    model = network()
+    config = dataclasses.replace(sparsevd.FitConfig(epochs=1), variance_dtype="bfloat16")
+    sparsevd.fit(model, problem(), None, config, progress=False)
+    assert model[0].variance_dtype == torch.bfloat16
