@@ -46,6 +46,15 @@ def train(
     drop_from: Annotated[
         float, typer.Option(help="Part of the run from which pruned weights are zero for good.")
     ] = _FIT.drop_from,
+    drop_patience: Annotated[
+        int, typer.Option(help="... after so many epochs in a row above the threshold.")
+    ] = _FIT.drop_patience,
+    contract: Annotated[
+        bool, typer.Option(help="Leave inputs and units without any weight out of the computation.")
+    ] = _FIT.contract,
+    variance_dtype: Annotated[
+        str | None, typer.Option(help="float32, or bfloat16 where the CPU has it: type of the variance product.")
+    ] = _FIT.variance_dtype,
     adam_beta2: Annotated[float, typer.Option(help="Decay of Adam's mean square.")] = _FIT.adam_beta2,
     warm_up_start: Annotated[
         float, typer.Option(help="Part of the run up to which the KL has no weight.")
@@ -76,6 +85,9 @@ def train(
         decay=decay,
         log_sigma2_lr_ratio=log_sigma2_lr_ratio,
         drop_from=drop_from,
+        drop_patience=drop_patience,
+        contract=contract,
+        variance_dtype=variance_dtype,
         adam_beta2=adam_beta2,
         warm_up_start=warm_up_start,
         warm_up_end=warm_up_end,

@@ -1,0 +1,114 @@
+"""Wall time of the demo's whole run (LeNet-300-100 on MNIST, our recipe), with and without what makes it faster.
+
+    python benchmarks/time_to_result.py                  # every variant once, about 15 minutes on two slow cores
+    python benchmarks/time_to_result.py --rounds 3       # more of them, in turn
+    python benchmarks/time_to_result.py table
+
+Each finished run is a record in results/time_to_result.json and is not run again; ratios are to the dense run of the
+same round. The machine should do nothing else meanwhile.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsevd
+from sparsevd import kernels
+from sparsevd.data import load
+from sparsevd.evaluate import evaluate
+from sparsevd.fit import fit_dense
+from sparsevd.models import MODELS
+
+RESULTS = Path(__file__).parent / "results" / "time_to_result.json"
+RECIPE = sparsevd.FitConfig()
+UNDROPPED = dataclasses.replace(RECIPE, drop_from=1.0, contract=False)
+VARIANTS: dict[str, tuple[sparsevd.FitConfig, bool]] = {  # the settings, and whether with the kernels
+    "dense": (RECIPE, True),
+    "sparsevd, the recipe": (RECIPE, True),
+    "bfloat16 variance": (dataclasses.replace(RECIPE, variance_dtype="bfloat16"), True),
+    "dead inputs and units still computed": (dataclasses.replace(RECIPE, contract=False), True),
+    "nothing dropped before the end": (UNDROPPED, True),
+    "nothing dropped, no kernels": (UNDROPPED, False),
+}
+
+
+def run(variant: str) -> dict[str, Any]:
+    config, with_kernels = VARIANTS[variant]
+    splits = load("mnist")
+    torch.manual_seed(config.seed)
+    model = MODELS["lenet-300-100"](10)
+    train: Callable[..., Any] = fit_dense
+    if variant != "dense":
+        model, train = sparsevd.sparsify(model), sparsevd.fit
+    before = kernels.available
+    if not with_kernels:
+        kernels.available = lambda: False
+    try:
+        start = time.perf_counter()
+        train(model, splits.train, None, config, progress=False)
+        seconds = time.perf_counter() - start
+    finally:
+        kernels.available = before
+    return {
+        "variant": variant,
+        "seconds": round(seconds, 1),
+        "ratio": None if variant == "dense" else round(sparsevd.summary(model).ratio, 1),
+        "error": evaluate(model, splits.test).error,
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, shared",
+        "settings": dataclasses.asdict(config),
+    }
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Markdown: time as a ratio to the dense run of the same round, median and range over the rounds."""
+    dense = {record["round"]: record["seconds"] for record in records if record["variant"] == "dense"}
+    lines = ["| run of 40 epochs | time, dense = 1 | seconds | fewer weights | test error |", "|---|---|---|---|---|"]
+    for variant in VARIANTS:
+        mine = [record for record in records if record["variant"] == variant and record["round"] in dense]
+        if not mine:
+            continue
+        ratios = [record["seconds"] / dense[record["round"]] for record in mine]
+        spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+        seconds = statistics.median(record["seconds"] for record in mine)
+        fewer, error = mine[0]["ratio"], mine[0]["error"]
+        cells = [
+            f"{statistics.median(ratios):.2f}{spread}",
+            f"{seconds:.0f}",
+            f"{fewer}×" if fewer else "",
+            f"{error:.2f} %",
+        ]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", nargs="?", choices=["run", "table"], default="run")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    arguments = parser.parse_args()
+    records: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    if arguments.action == "run":
+        for number in range(arguments.rounds):
+            for variant in arguments.variants:
+                if any(r["variant"] == variant and r["round"] == number for r in records):
+                    continue
+                records.append({"round": number, **run(variant)})
+                temporary = RESULTS.with_suffix(".tmp")
+                temporary.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
+                temporary.replace(RESULTS)
+                print(json.dumps(records[-1]), flush=True)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
