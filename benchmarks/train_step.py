@@ -137,10 +137,10 @@ class Step:
         held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         with self.context(), torch.profiler.profile(profile_memory=True) as profiler:
             self()
-        changes = [event for event in profiler.events() if event.name == "[memory]"]
+        changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         now = highest = 0
-        for event in sorted(changes, key=lambda event: event.time_range.start):
-            now += event.cpu_memory_usage
+        for event in sorted(changes, key=lambda event: event.start_ns()):
+            now += event.nbytes()
             highest = max(highest, now)
         return held + highest
 

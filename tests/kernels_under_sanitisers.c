@@ -14,6 +14,28 @@ void sparsevd_exp(int, int, ptrdiff_t, const float *, float *);
 void sparsevd_exp_bf16(int, int, ptrdiff_t, const float *, uint16_t *);
 void sparsevd_times_exp(int, int, ptrdiff_t, const float *, float *);
 
+typedef void sgemm_function(const char *, const char *, const int *, const int *, const int *, const float *,
+                            const float *, const int *, const float *, const int *, const float *, float *,
+                            const int *);
+void sparsevd_linear_forward(int, int, ptrdiff_t, uint64_t, int, int, sgemm_function *, const float *, const float *,
+                             const float *, const float *, float *, float *, float *, float *);
+void sparsevd_linear_backward(int, int, ptrdiff_t, int, int, sgemm_function *, const float *, const float *,
+                              const float *, const float *, const float *, float *, float *, float *, float *,
+                              float *, float *, float *);
+
+/* c = alpha op(a) op(b) + beta c, column by column, as BLAS has it */
+static void sgemm(const char *ta, const char *tb, const int *m, const int *n, const int *k, const float *alpha,
+                  const float *a, const int *lda, const float *b, const int *ldb, const float *beta, float *c,
+                  const int *ldc) {
+  for (int j = 0; j < *n; j++)
+    for (int i = 0; i < *m; i++) {
+      float sum = 0;
+      for (int l = 0; l < *k; l++)
+        sum += (*ta == 'N' ? a[i + l * *lda] : a[l + i * *lda]) * (*tb == 'N' ? b[l + j * *ldb] : b[j + l * *ldb]);
+      c[i + j * *ldc] = *alpha * sum + (*beta != 0 ? *beta * c[i + j * *ldc] : 0);
+    }
+}
+
 static float *array(ptrdiff_t n, float scale) {
   float *a = malloc(sizeof(float) * (n ? n : 1));
   for (ptrdiff_t i = 0; i < n; i++) a[i] = scale * (float)(i % 7);
@@ -39,6 +61,23 @@ int main(void) {
       runs++;
     }
   }
+  for (int rows = 1; rows < 6; rows += 2)
+    for (int ins = 1; ins < 40; ins += 6)
+      for (int outs = 1; outs < 20; outs += 5) {
+        float *x = array(rows * ins, 0.1f), *theta = array(ins * outs, 0.1f), *noise = array(ins * outs, -3.0f);
+        float *bias = array(outs, 1), *out = array(rows * outs, 0), *slope = array(rows * outs, 0);
+        float *x2 = array(rows * ins, 0), *sigma2 = array(ins * outs, 0), *delta = array(rows * outs, 0);
+        float *g1 = array(ins * outs, 0), *g2 = array(ins * outs, 0), *g3 = array(outs, 0), *g4 = array(rows * ins, 0);
+        for (int with = 0; with < 2; with++) {
+          sparsevd_linear_forward(0, 2, rows, 5, ins, outs, sgemm, x, theta, noise, with ? bias : NULL, out, slope, x2,
+                                  sigma2);
+          sparsevd_linear_backward(0, 2, rows, ins, outs, sgemm, out, slope, x, theta, noise, g1, g2,
+                                   with ? g3 : NULL, with ? g4 : NULL, delta, x2, with ? sigma2 : NULL);
+        }
+        free(x), free(theta), free(noise), free(bias), free(out), free(slope), free(x2), free(sigma2), free(delta);
+        free(g1), free(g2), free(g3), free(g4);
+        runs++;
+      }
   printf("%d runs\n", runs);
   return 0;
 }

@@ -78,8 +78,28 @@ def fused(
     variance_dtype: torch.dtype,
     *shape: Any,
 ) -> Tensor:
+    matrices = linear_map.channel == -1 and input.is_contiguous() and 0 not in (input.numel(), weight.numel())
+    if matrices and variance_dtype is torch.float32 and kernels.sgemm() is not None:
+        return _FusedLinear.apply(input, weight, bias, log_sigma2)  # type: ignore[no-any-return,no-untyped-call]
     arguments = (linear_map, input, weight, bias, log_sigma2, variance_dtype, shape)
     return _Fused.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _FusedLinear(torch.autograd.Function):
+    """A fully-connected layer, all of it in C."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, log_sigma2: Tensor) -> Tensor:
+        output, slope = kernels.linear_forward(input, weight, bias, log_sigma2, kernels.fresh_seed())
+        ctx.save_for_backward(input, weight, log_sigma2, slope)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, log_sigma2, slope = ctx.saved_tensors
+        wants_input, _, wants_bias, _ = ctx.needs_input_grad
+        return kernels.linear_backward(grad.contiguous(), slope, input, weight, log_sigma2, wants_bias, wants_input)
 
 
 class _Fused(torch.autograd.Function):

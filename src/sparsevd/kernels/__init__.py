@@ -44,6 +44,9 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("sparsevd_exp", "sparsevd_exp_bf16", "sparsevd_times_exp"):
         function = getattr(kernels, name)
         function.argtypes, function.restype = [*common, _POINTER, _POINTER], None
+    kernels.sparsevd_linear_forward.argtypes = [*common, _SEED, _INT, _INT, *[_POINTER] * 9]
+    kernels.sparsevd_linear_backward.argtypes = [*common, _INT, _INT, *[_POINTER] * 13]
+    kernels.sparsevd_linear_forward.restype = kernels.sparsevd_linear_backward.restype = None
     kernels.sparsevd_supports.argtypes, kernels.sparsevd_supports.restype = [_INT], _INT
     return kernels
 
@@ -122,8 +125,7 @@ def sample_(
     The noise comes from a counter-based generator. It depends on the seed alone: not on the number of threads, nor but
     for rounding on the vector width. It goes to `epsilon` if that is given.
     """
-    pointers = [tensor.data_ptr() if tensor is not None else None for tensor in (gamma, delta, epsilon)]
-    _library().sparsevd_sample(*_common(instruction_set, gamma), seed, *pointers)
+    _library().sparsevd_sample(*_common(instruction_set, gamma), seed, *map(_pointer, (gamma, delta, epsilon)))
 
 
 def fresh_seed() -> int:
@@ -143,6 +145,49 @@ def times_variance_(grad_sigma2: Tensor, log_sigma2: Tensor, instruction_set: in
     """The gradient of σ² becomes that of log σ²: times σ², in place."""
     pointers = (log_sigma2.data_ptr(), grad_sigma2.data_ptr())
     _library().sparsevd_times_exp(*_common(instruction_set, log_sigma2), *pointers)
+
+
+@functools.cache
+def sgemm() -> int | None:
+    """The address of the matrix product that torch itself uses, where its library shows it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(library.sgemm_, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def linear_forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, log_sigma2: Tensor, seed: int
+) -> tuple[Tensor, Tensor]:
+    """A sample of a fully-connected layer's output (eq. 17), and its slope with respect to δ, in one call."""
+    outs, ins = weight.shape
+    output = input.new_empty(*input.shape[:-1], outs)
+    slope, squared, sigma2 = torch.empty_like(output), torch.empty_like(input), torch.empty_like(weight)
+    tensors = (input, weight, log_sigma2, bias, output, slope, squared, sigma2)
+    common = (BEST, torch.get_num_threads(), input.numel() // ins)
+    _library().sparsevd_linear_forward(*common, seed, ins, outs, sgemm(), *map(_pointer, tensors))
+    return output, slope
+
+
+def linear_backward(
+    grad: Tensor, slope: Tensor, input: Tensor, weight: Tensor, log_sigma2: Tensor, with_bias: bool, with_input: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
+    """The gradients of input, weight, bias and log σ²."""
+    outs, ins = weight.shape
+    grad_weight, grad_log_sigma2 = torch.empty_like(weight), torch.empty_like(weight)
+    grad_bias = weight.new_empty(outs) if with_bias else None
+    grad_input, sigma2 = (torch.empty_like(input), torch.empty_like(weight)) if with_input else (None, None)
+    delta, squared = torch.empty_like(grad), torch.empty_like(input)
+    gradients = (grad_weight, grad_log_sigma2, grad_bias, grad_input)
+    tensors = (grad, slope, input, weight, log_sigma2, *gradients, delta, squared, sigma2)
+    common = (BEST, torch.get_num_threads(), input.numel() // ins)
+    _library().sparsevd_linear_backward(*common, ins, outs, sgemm(), *map(_pointer, tensors))
+    return grad_input, grad_weight, grad_bias, grad_log_sigma2
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _library() -> ctypes.CDLL:

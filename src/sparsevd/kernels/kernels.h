@@ -13,6 +13,8 @@ struct train_kernels {
   void (*exp_block)(const float *x, float *out, ptrdiff_t n);
   void (*exp_bf16_block)(const float *x, uint16_t *out, ptrdiff_t n);
   void (*times_exp_block)(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n);
+  void (*multiply_block)(const float *a, const float *b, float *c, ptrdiff_t n);
+  void (*add_twice_product_block)(const float *a, const float *b, float *c, ptrdiff_t n);
 };
 
 extern const struct train_kernels train_kernels_generic;

@@ -173,5 +173,18 @@ TARGET static void NAME(times_exp_block)(const float *log_sigma2, float *grad_si
   }
 }
 
-const struct train_kernels NAME(train_kernels) = {NAME(kl_block),       NAME(normal_chunk),    NAME(sample_chunk),
-                                                  NAME(exp_block),      NAME(exp_bf16_block),  NAME(times_exp_block)};
+/* c = a b */
+TARGET static void NAME(multiply_block)(const float *a, const float *b, float *c, ptrdiff_t n) {
+  for (ptrdiff_t i = 0; i < n; i += LANES)
+    store_part(c + i, load_part(a + i, n - i) * load_part(b + i, n - i), n - i);
+}
+
+/* c += 2 a b */
+TARGET static void NAME(add_twice_product_block)(const float *a, const float *b, float *c, ptrdiff_t n) {
+  for (ptrdiff_t i = 0; i < n; i += LANES)
+    store_part(c + i, load_part(c + i, n - i) + 2.0f * load_part(a + i, n - i) * load_part(b + i, n - i), n - i);
+}
+
+const struct train_kernels NAME(train_kernels) = {
+    NAME(kl_block),       NAME(normal_chunk),    NAME(sample_chunk),   NAME(exp_block),
+    NAME(exp_bf16_block), NAME(times_exp_block), NAME(multiply_block), NAME(add_twice_product_block)};
