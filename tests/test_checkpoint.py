@@ -128,7 +128,7 @@ def test_starting_from_a_sparse_run_frees_every_weight(tmp_path):
     model = sparsevd.sparsify(nn.Linear(3, 2))
     with torch.no_grad():
         model.log_sigma2.fill_(9.0)
-    model.drop()
+    model.drop(model.pruned_weight() == 0)
     Checkpoint(dict(model.state_dict()), layers={"": {"type": "x", "threshold": 3.0, "of": ""}}).save(tmp_path / "c")
     fresh = sparsevd.sparsify(nn.Linear(3, 2))
     load_weights(fresh, tmp_path / "c")

@@ -169,7 +169,7 @@ def test_a_wrong_setting_is_refused(field, value):
 def test_dropped_weights_stay_zero():
     """From drop_from on, what is pruned after an epoch never comes back, and the rest goes on learning."""
     model = network()
-    config = sparsevd.FitConfig(epochs=20, batch_size=50, learning_rate=2e-2, drop_from=0.5)
+    config = sparsevd.FitConfig(epochs=20, batch_size=50, learning_rate=2e-2, drop_from=0.5, drop_patience=1)
     gone = []
 
     def watch(self, text):
@@ -413,3 +413,41 @@ def test_elbo_keeps_modes_and_statistics():
     assert bound < 0
     assert [module.training for module in model] == [False, False, False, True]
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+def image_problem(n=120):
+    x = torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return x, (x[:, 0].mean(dim=(1, 2)) > 0).long()
+
+
+def image_network():
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(64, 2)]
+    return sparsevd.sparsify(nn.Sequential(*layers))
+
+
+def test_channels_last_is_for_the_training_only_and_survives_a_resume(tmp_path):
+    """Adam's state comes back in the order of its parameter, and the user's model as it was."""
+    config = sparsevd.FitConfig(epochs=4, batch_size=20, drop_from=0.5)
+    whole, broken = image_network(), image_network()
+    sparsevd.fit(whole, image_problem(), None, config, progress=False)
+    assert all(parameter.is_contiguous() for parameter in whole.parameters())
+    stop_after(2, broken, tmp_path, config)
+    resumed = image_network()
+    sparsevd.fit(resumed, image_problem(), None, config, run_dir=tmp_path, resume=True, progress=False)
+    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def stop_after(epochs, model, folder, config):
+    done = []
+
+    def stop(self, text):
+        done.append(text)
+        if len(done) == epochs:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparsevd.progress.Silent.epoch", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sparsevd.fit(model, image_problem(), None, config, run_dir=folder, progress=False)

@@ -56,9 +56,10 @@ class FitConfig:
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
-    drop_from: float = 0.7  # from this part on, a weight above the threshold after an epoch is zero for good; 1: none
-    drop_patience: int = 1  # ... after so many epochs in a row, all of them with β = 1
+    drop_from: float = 0.0  # from this part on, but never before β = 1, a weight is dropped for good; 1: none is ...
+    drop_patience: int = 3  # ... once it was above the threshold after so many epochs in a row
     contract: bool = True  # compute without inputs and units that have no weight left
+    channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
     variance_dtype: str | None = None  # "float32" or "bfloat16" for the variance product; None: as the layers have it
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
@@ -151,6 +152,8 @@ def _fit(
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
     n = _number_of_examples(train, n_train)
     device = device_of(model)
+    in_memory = torch.channels_last if config.channels_last and device.type == "cpu" else torch.contiguous_format
+    _set_memory_format(model, in_memory)
     optimizer = _optimizer(model, config)
     for layer in layers:
         if config.variance_dtype is not None:
@@ -180,6 +183,8 @@ def _fit(
                 dropped = zero_for_good(layers)
                 for x, y in remaining:
                     x, y = x.to(device), y.to(device)
+                    if x.ndim == 4:
+                        x = x.contiguous(memory_format=in_memory)
                     done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
                     _set_learning_rate(optimizer, DECAYS[config.decay](done))
 
@@ -222,8 +227,17 @@ def _fit(
             progress.epoch(_describe(state, config))
             if interrupt.is_set():
                 raise KeyboardInterrupt
+    _set_memory_format(model, torch.contiguous_format)
     model.eval()
     return state.history
+
+
+def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> None:
+    """Of everything with four dimensions: images and the filters for them."""
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.grad = None
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
 
 
 def _number_of_examples(train: Data, n_train: int | None) -> int:

@@ -89,8 +89,8 @@ class _Contraction:
         self._whole = {"weight": layer.weight, "log_sigma2": layer.log_sigma2}
         layer.part = part
         for name, whole in self._whole.items():
-            small = nn.Parameter(whole.detach()[self._where])
-            self._exchange(name, whole, small, lambda value: value[self._where])
+            small = nn.Parameter(self._picked(whole.detach()))
+            self._exchange(name, whole, small, self._picked)
 
     def undo(self) -> None:
         self._layer.part = None
@@ -111,6 +111,12 @@ class _Contraction:
             for slot, value in kept.items()
         }
         before.grad = after.grad = None
+
+    def _picked(self, value: Tensor) -> Tensor:
+        """The part, in the order in memory of the whole."""
+        part = value[self._where]
+        images = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
+        return part.contiguous(memory_format=torch.channels_last if images else torch.contiguous_format)
 
     def _among_zeros(self, value: Tensor) -> Tensor:
         full = torch.zeros_like(self._whole["weight"], dtype=value.dtype)

@@ -145,6 +145,8 @@ class RunFolder:
             name, _, slot = key.rpartition("/")
             if name not in parameters or (value.ndim and value.shape != parameters[name].shape):
                 raise CheckpointError(f"{path} is damaged: no parameter {name!r} for its optimizer state")
-            optimizer.state[parameters[name]][slot] = value.to(parameters[name].device)
+            # In the order in memory of the parameter: Adam's fused kernel takes both as they lie there.
+            like = parameters[name].detach() if value.ndim else value
+            optimizer.state[parameters[name]][slot] = torch.empty_like(like, dtype=value.dtype).copy_(value)
         self._write_metrics(state)
         return state, checkpoint.rng
