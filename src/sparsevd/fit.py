@@ -173,12 +173,12 @@ def _fit(
             begun = time.monotonic() - state.seconds
             torch.manual_seed(config.seed * 1_000_003 + state.epoch)
             model.train()
-            remaining = batches(train, config.batch_size, shuffle=True)
+            first: list[tuple[Tensor, Tensor]] = []
+            remaining = _keeping(first, batches(train, config.batch_size, shuffle=True))
             if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
                 deque(islice(remaining, state.batch), maxlen=0)
                 torch.set_rng_state(rng)
                 rng = None
-            recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=BATCHES_FOR_BOUND)
             with contracted(model, layers, optimizer) if config.contract else nullcontext():
                 dropped = zero_for_good(layers)
                 for x, y in remaining:
@@ -198,7 +198,6 @@ def _fit(
                     for layer, alive in dropped:
                         layer.weight.data.mul_(alive)
 
-                    recent.append((x, y))
                     state.batch += 1
                     state.seen += len(y)
                     state.loss += nll.item() * len(y)
@@ -217,7 +216,7 @@ def _fit(
             metrics = _epoch_metrics(model, val, loss, config, state, n)
             # Never before β has its final value: until then a large α means little.
             if layers and max(config.drop_from, config.warm_up_end) <= metrics.epoch / config.epochs < 1:
-                bound = partial(_bound_on, model, list(recent), loss, n, config.seed)
+                bound = partial(_bound_on, model, first, loss, n, config.seed)
                 before = bound()
                 count = drop(layers, optimizer, config.drop_patience)
                 metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
@@ -265,6 +264,16 @@ def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
     return torch.optim.Adam(
         [g for g in groups if g["params"]], lr=config.learning_rate, betas=(0.9, config.adam_beta2), fused=True
     )
+
+
+def _keeping(
+    first: list[tuple[Tensor, Tensor]], data: Iterator[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; those that the bound will be measured on are kept as they pass."""
+    for batch in data:
+        if len(first) < BATCHES_FOR_BOUND:
+            first.append(batch)
+        yield batch
 
 
 def _bound_on(model: nn.Module, data: list[tuple[Tensor, Tensor]], loss: Loss, n: int, seed: int) -> float:

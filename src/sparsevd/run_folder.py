@@ -26,7 +26,7 @@ class EpochMetrics:
 
     `alive` has, for each Sparse VD layer, how many of its inputs and of its units have a weight below the threshold.
     Where weights were dropped for good after the epoch, `dropped` is how many, and the bound before and after that is
-    the one of the last batches with the same noise. Without Sparse VD layers (`fit_dense`) all of these are None.
+    that of its first batches with the same noise. Without Sparse VD layers (`fit_dense`) all of these are None.
     """
 
     epoch: int
