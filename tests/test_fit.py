@@ -361,8 +361,8 @@ def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
         value = F.cross_entropy(output, target)
         return value * math.nan if calls == 25 else value
 
+    config = dataclasses.replace(FEW, drop_from=1.0)  # measuring the bound would call the loss as well
     with pytest.raises(DivergenceError, match="epoch 3, batch 5: the loss is nan.*last good state is in"):
-        config = dataclasses.replace(FEW, drop_from=1.0)  # measuring the bound would call the loss as well
         sparsevd.fit(network(), problem(), None, config, loss=loss, run_dir=tmp_path, progress=False)
     checkpoint = Checkpoint.load(tmp_path / "checkpoint.safetensors")
     assert checkpoint.progress["state"]["epoch"] == 2
