@@ -8,6 +8,15 @@ def deterministic():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread():
+    """For many small tensors: on a busy machine the threads of each step wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def no_machine_state(monkeypatch, tmp_path):
     """No test reads or writes the user's cache or data."""

@@ -23,6 +23,7 @@ ORDER = [
     "objective",
     "summary",
     "graph",
+    "compact",
     "batches",
     "evaluate",
     "progress",

@@ -1,5 +1,6 @@
 """Sparse Variational Dropout for any PyTorch network: learn which weights it does not need, and drop them."""
 
+from sparsevd.compact import compact
 from sparsevd.convert import prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.evaluate import elbo, evaluate
@@ -15,6 +16,7 @@ __all__ = [
     "SparseVDError",
     "SparseVDWarning",
     "capture",
+    "compact",
     "elbo",
     "elbo_loss",
     "evaluate",
