@@ -251,7 +251,7 @@ def test_a_run_is_not_overwritten_by_accident(trained, user_folder):
     assert len(without_time(user_folder / "run")) == 1
 
 
-@pytest.mark.parametrize("name", ["train", "info", "prune"])
+@pytest.mark.parametrize("name", ["train", "info", "prune", "export"])
 def test_help_has_an_example(name):
     shown = CliRunner().invoke(app, [name, "--help"])
     assert shown.exit_code == 0

@@ -16,17 +16,6 @@ from sparsevd.graph import OPS, Graph, Node, capture, to_module
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def captured():
-    """Network, example and graph by name; torch.export takes its time, so once for all tests."""
-    torch.manual_seed(0)
-    result = {}
-    for name, make in networks.NETWORKS.items():
-        model, example = make()
-        result[name] = (model.eval(), example, capture(model, example))
-    return result
-
-
 def inputs_of_batch(example, batch):
     """Other data of the same kind, of another batch size."""
     values = example if isinstance(example, tuple) else (example,)

@@ -24,6 +24,7 @@ ORDER = [
     "summary",
     "graph",
     "compact",
+    "runtime",
     "batches",
     "evaluate",
     "progress",
@@ -35,6 +36,7 @@ ORDER = [
     "data",
     "run",
     "checkpoint_info",
+    "restore",
     "linear_model",
     "cli",
 ]

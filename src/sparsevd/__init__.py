@@ -7,6 +7,7 @@ from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.graph import capture
 from sparsevd.objective import elbo_loss, kl
+from sparsevd.runtime.onnx import export_onnx
 from sparsevd.summary import summary
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "elbo",
     "elbo_loss",
     "evaluate",
+    "export_onnx",
     "fit",
     "fit_dense",
     "kl",
