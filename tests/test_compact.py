@@ -1,6 +1,8 @@
 """Compaction: the same function with fewer units, over random networks of all the shapes that couple units."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,6 +307,18 @@ def test_constants_are_folded_only_where_that_is_exact(rest, bias, channels, rea
     assert reason in str(small.compaction)
 
 
+def test_constants_before_padding_become_one():
+    model = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    with torch.no_grad():
+        model[0].weight[1:5] = 0
+        model[0].bias[1:5] = torch.tensor([0.7, -0.3, 0.2, 1.3])
+    small = sparsevd.compact(model, torch.zeros(1, 1, 8, 8))
+    x = torch.randn(4, 1, 8, 8)
+    torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-6)
+    assert small.compaction.units == "6-4-2 → 3-4-2"  # two that are needed, and one for the three constants
+    assert small.compaction.layers[0].stayed == {"it is not zero, and 2 pads with zeros": 1}
+
+
 def test_sums_over_an_axis_are_not_mistaken_for_the_constant():
     class Sum(nn.Module):
         def __init__(self):
@@ -364,3 +378,12 @@ def test_what_would_not_be_exact_is_left_as_it_was(monkeypatch):
     small = sparsevd.compact(model, torch.ones(1, 3))
     assert "left as it was: compacted outputs would differ by" in small.compaction.note
     torch.testing.assert_close(small(torch.ones(1, 3)), model(torch.ones(1, 3)))
+
+
+def test_documentation_runs(monkeypatch, tmp_path, capsys):
+    text = (Path(__file__).parent.parent / "docs" / "compaction.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "compaction.md", "exec"), {})
+    assert "units: 300-100-10 → " in capsys.readouterr().out
+    assert (tmp_path / "lenet.onnx").exists()

@@ -2,8 +2,9 @@
 
 A pruned network has units that nothing reads and units that are always the same. `compact` removes them, and folds
 what the latter add into the biases behind them. That is exact arithmetic on the graph, not a choice by importance, so
-it is done here: torch-pruning, the library for structured pruning, finds which channels depend on each other, but
-looks at no values, so it cannot fold a constant, remove a layer that lost every unit, or tell why a unit must stay.
+it is done here. torch-pruning, the library for structured pruning, was tried: it finds which channels depend on each
+other, but looks at no values. Taking a constant unit out with it changes the outputs, and a layer that lost every unit
+it will not remove. Folding needs the graph, and with the graph the dependencies are the smaller part.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.compact.analysis import Analysis
-from sparsevd.compact.rewrite import fold_batch_norms, needed, without_units
+from sparsevd.compact.rewrite import fold_batch_norms, merge_constants, needed, without_units
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, capture, cost, to_module
 
@@ -73,8 +74,8 @@ def compact(pruned: nn.Module, example: Tensor | tuple[Tensor, ...]) -> nn.Modul
         print(small.compaction)    # units per layer, multiply-adds, what stayed and why
 
     Units with only zero weights behind them are removed; units with only zero weights before them are constants, and
-    are folded into the biases behind them where that is exact. Batch norms are folded into the layer before them. The
-    outputs on `example` agree to 1e-5 of the largest, or the network comes back as it was, with the reason in
+    are folded into the biases behind them where that is exact. Before a convolution that pads with zeros it is not, and
+    such units become one. Batch norms are folded into the layer before them. The outputs on `example` agree to 1e-5 of the largest, or the network comes back as it was, with the reason in
     `compaction.note`. The given network is left alone.
 
     Args:
@@ -97,7 +98,8 @@ def compact_graph(graph: Graph) -> tuple[Graph, Compaction]:
     """The graph with fewer units, and what was done. Pure: computes nothing but constants."""
     small = needed(graph)
     while True:
-        smaller = without_units(Analysis(fold_batch_norms(small)))
+        merged = merge_constants(Analysis(fold_batch_norms(small)))
+        smaller = without_units(Analysis(merged))
         if _size(smaller) == _size(small):
             break
         small = smaller

@@ -73,6 +73,38 @@ def free_name(wanted: str, graph: Graph, constants: dict[str, Tensor]) -> str:
     return name
 
 
+def merge_constants(analysis: Analysis) -> Graph:
+    """One constant unit in place of several, where a bias cannot take them.
+
+    A convolution that pads with zeros sees the border of a constant image, so what it adds is not a constant. But all
+    constant images look the same up to a factor: their weights can be summed onto one of them.
+    """
+    graph = analysis.graph
+    readers = torch.zeros(len(analysis.joined), dtype=torch.long)
+    for read in analysis.reads:
+        ids = analysis.roots(analysis.units[read.value].ids[~read.unread])
+        readers.index_add_(0, ids, torch.ones_like(ids))
+    for ids, _ in analysis.blocked:
+        readers[analysis.roots(ids)] = -1
+    constants = dict(graph.constants)
+    nodes = {node.name: node for node in graph.nodes}
+    for read in analysis.reads:
+        node, units = nodes[read.reader], analysis.units[read.value]
+        alone = readers[analysis.roots(units.ids)] == 1
+        stuck = (units.known & ~read.unread & ~read.foldable & alone).nonzero().flatten()
+        if len(stuck) < 2 or node.attributes.get("groups") != 1:
+            continue
+        largest = stuck[units.values[stuck].abs().argmax()]
+        factors = units.values[stuck] / units.values[largest]
+        old = constants[node.inputs[1]]
+        weight = old.double().movedim(1 if node.op == "conv" else 0, 0).clone()  # inputs first
+        total = (weight[stuck] * factors.view(-1, *[1] * (weight.ndim - 1))).sum(0)
+        weight[stuck] = 0
+        weight[largest] = total
+        constants[node.inputs[1]] = weight.movedim(0, 1 if node.op == "conv" else 0).to(old.dtype)
+    return Graph(graph.nodes, constants, graph.outputs, graph.parameters)
+
+
 def without_units(analysis: Analysis) -> Graph:
     """The graph without the units that the analysis finds removable, and without what became constant."""
     return _Removal(analysis).graph()
