@@ -75,8 +75,9 @@ def compact(pruned: nn.Module, example: Tensor | tuple[Tensor, ...]) -> nn.Modul
 
     Units with only zero weights behind them are removed; units with only zero weights before them are constants, and
     are folded into the biases behind them where that is exact. Before a convolution that pads with zeros it is not, and
-    such units become one. Batch norms are folded into the layer before them. The outputs on `example` agree to 1e-5 of the largest, or the network comes back as it was, with the reason in
-    `compaction.note`. The given network is left alone.
+    such units become one. Batch norms are folded into the layer before them. The outputs on `example` agree to 1e-5 of
+    the largest, or the network comes back as it was, with the reason in `compaction.note`. The given network is left
+    alone.
 
     Args:
         pruned: a plain network, as `sparsevd.prune` returns it.
