@@ -1,49 +1,92 @@
-"""LeNet-300-100 on MNIST with the default recipe, seeds 0–4: weights kept and test error.
+"""LeNet-300-100 on MNIST, seeds 0–4: weights kept and test error of the default recipe, and of variants of it.
 
-    python experiments/lenet_300_100.py
+    python experiments/lenet_300_100.py                        # the default recipe
+    python experiments/lenet_300_100.py --variant plain        # without kernels and progressive pruning; see --help
+    python experiments/lenet_300_100.py table
 
 One record per seed goes to results/lenet_300_100.json when the seed is finished; seeds that are there are not repeated.
 """
 
+import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "lenet_300_100.json"
 SEEDS = range(5)
+# What a variant adds to the command, and to the environment.
+VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "recipe": ([], {}),
+    "bfloat16": (["--variance-dtype", "bfloat16"], {}),
+    "plain": (["--drop-from", "1"], {"SPARSEVD_KERNELS": "0"}),
+}
 
 
 def main() -> None:
-    records = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    for seed in SEEDS:
-        if any(record["seed"] == seed for record in records):
-            continue
-        out = Path("runs") / f"lenet-300-100-seed{seed}"
-        command = ["train", "--model", "lenet-300-100", "--data", "mnist", "--seed", str(seed), "--out", str(out)]
-        subprocess.run([sys.executable, "-m", "sparsevd.cli", *command, "--resume"], check=True)
-        summary = json.loads((out / "summary.json").read_text())
-        records.append(
-            {
-                "item": "lenet-300-100, default recipe",
-                "seed": seed,
-                "command": "sparsevd " + " ".join(command),
-                "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True).strip(),
-                **{key: value for key, value in summary.items() if key not in ("command", "summary", "finished")},
-                "per_layer": [
-                    {"name": layer["name"], "weights": layer["weights"], "kept": layer["kept"]}
-                    for layer in summary["summary"]["layers"]
-                ],
-            }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", nargs="?", choices=["run", "table"], default="run")
+    parser.add_argument("--variant", choices=VARIANTS, default="recipe")
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        for seed in SEEDS:
+            if not any(r["seed"] == seed and r["variant"] == arguments.variant for r in read()):
+                write(train(arguments.variant, seed))
+    for variant in VARIANTS:
+        print(describe(variant, [record for record in read() if record["variant"] == variant]))
+
+
+def train(variant: str, seed: int) -> dict[str, Any]:
+    name = f"lenet-300-100-seed{seed}" if variant == "recipe" else f"lenet-300-100-{variant}-seed{seed}"
+    out = Path("runs") / name
+    options, environment = VARIANTS[variant]
+    command = ["train", "--model", "lenet-300-100", "--data", "mnist", "--seed", str(seed), "--out", str(out), *options]
+    program = [sys.executable, "-m", "sparsevd.cli"]
+    subprocess.run([*program, *command, "--resume"], check=True, env={**os.environ, **environment})
+    summary = json.loads((out / "summary.json").read_text())
+    return {
+        "item": "lenet-300-100",
+        "variant": variant,
+        "seed": seed,
+        "command": " ".join([*(f"{key}={value}" for key, value in environment.items()), "sparsevd", *command]),
+        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True).strip(),
+        **{key: value for key, value in summary.items() if key not in ("command", "summary", "finished")},
+        "per_layer": [
+            {"name": layer["name"], "weights": layer["weights"], "kept": layer["kept"]}
+            for layer in summary["summary"]["layers"]
+        ],
+    }
+
+
+def read() -> list[dict[str, Any]]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def write(record: dict[str, Any]) -> None:
+    """Add a record; read anew before, since another variant may be running at the same time."""
+    records = sorted([*read(), record], key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
+    temporary = RESULTS.with_suffix(".tmp")
+    temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
+    temporary.replace(RESULTS)
+
+
+def describe(variant: str, records: list[dict[str, Any]]) -> str:
+    """Markdown: a row with mean ± standard deviation over the seeds, then the seeds one by one."""
+    if len(records) < 2:
+        return f"| {variant} | {len(records)} seeds yet |"
+    cells = [
+        f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}"
+        for v in (
+            [r[key] for r in records]
+            for key in ("test_error", "test_error_before_pruning", "ratio", "elbo", "training_seconds")
         )
-        RESULTS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    for name in ("ratio", "test_error", "test_error_before_pruning", "training_seconds"):
-        values = [record[name] for record in records]
-        print(
-            f"{name}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}  {[round(v, 2) for v in values]}"
-        )
+    ]
+    singly = ", ".join(f"{r['ratio']:.1f}× at {r['test_error']:.2f} %" for r in records)
+    return f"| {variant} | {' | '.join(cells)} | {singly} |"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ fuses those operations by itself.
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ BEST = 0  # the widest instruction set of this machine; kernels.c numbers them
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built or do not load."""
+    """The compiled kernels, or None where they were not built or do not load, or SPARSEVD_KERNELS=0 forbids them."""
+    if os.environ.get("SPARSEVD_KERNELS") == "0":
+        return None
     found = [path for path in Path(__file__).parent.glob("_kernels*") if path.suffix in (".so", ".pyd", ".dylib")]
     if not found:
         return None
