@@ -1,0 +1,402 @@
+/* The adaptive binary coder of the model file, and how numbers become its binary decisions; docs/format.md specifies both.
+
+   Everything is integer arithmetic, so that every machine makes the same bytes and reads the same numbers. Each function
+   serves both directions: an encoder is given the value and returns it, a decoder ignores what it is given and returns
+   what the file says. sparsevd/pack/adaptive.py and symbols.py are the same in Python: change both together. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LARGEST_STRETCH 3071 /* of the logistic domain: 12, in steps of 1/256 */
+#define CERTAIN 16           /* no probability is nearer to 0 or 1 than this, of 65536 */
+#define DECISIONS_PER_BYTE 22720 /* at least: a decision costs at least -log2(1 - 16/65536) bits */
+#define COUNT_LIMIT 1023
+#define RATE_LIMIT 4095
+#define MAX_INPUTS 4
+#define FIRST_WEIGHT 22000 /* a third */
+#define COUNTERS (1 << 17)
+#define MIXERS 64
+
+static uint16_t squash_table[2 * LARGEST_STRETCH + 1]; /* stretch -> probability of 65536 */
+static int16_t stretch_table[65537];
+static uint16_t step_table[COUNT_LIMIT + 1], trust_table[COUNT_LIMIT + 1], rate_table[RATE_LIMIT + 1];
+
+struct counter {
+  uint32_t probability; /* of a one, of 2^32 */
+  uint32_t seen;
+};
+
+struct mixer {
+  int32_t weights[MAX_INPUTS]; /* 65536 is one */
+  uint32_t seen;
+};
+
+struct pack {
+  struct counter counters[COUNTERS];
+  struct mixer mixers[MIXERS];
+  int decoding, failed;
+  uint8_t *out; /* encoder: what is written */
+  size_t size, capacity;
+  const uint8_t *in; /* decoder: what is read */
+  size_t length, position;
+  int64_t budget;
+  uint32_t low, range, code;
+  int priming;        /* only learn: nothing is written or read */
+  const float *price; /* encoder: bits of a decision by its probability of 4096, for the account, or null */
+  double *account;    /* where the bits go at present */
+  double positions, values;
+};
+
+__attribute__((constructor)) static void make_tables(void) {
+  uint64_t e = 1ull << 32; /* e^(-k/256) */
+  for (int k = 0; k <= LARGEST_STRETCH; k++) {
+    uint64_t p = (1ull << 48) / ((1ull << 32) + e);
+    squash_table[LARGEST_STRETCH + k] = (uint16_t)p;
+    squash_table[LARGEST_STRETCH - k] = (uint16_t)(65536 - p);
+    e = e * 4278222849ull >> 32; /* e^(-1/256) */
+  }
+  int x = 0;
+  for (int p = 0; p <= 65536; p++) {
+    while (x < 2 * LARGEST_STRETCH && squash_table[x] < p) x++;
+    stretch_table[p] = (int16_t)(x - LARGEST_STRETCH);
+  }
+  for (int n = 0; n <= COUNT_LIMIT; n++) {
+    step_table[n] = (uint16_t)(655360 / (10 * n + 16));
+    trust_table[n] = (uint16_t)(65536 * 2 * n / (2 * n + 3));
+  }
+  for (int n = 0; n <= RATE_LIMIT; n++) rate_table[n] = (uint16_t)(131 + 235930 / (200 + n));
+}
+
+static void put_byte(struct pack *s, uint8_t byte) {
+  if (s->size == s->capacity) {
+    size_t capacity = s->capacity ? 2 * s->capacity : 4096;
+    uint8_t *grown = realloc(s->out, capacity);
+    if (!grown) {
+      s->failed = 1;
+      return;
+    }
+    s->out = grown;
+    s->capacity = capacity;
+  }
+  s->out[s->size++] = byte;
+}
+
+static void carry(struct pack *s) {
+  for (size_t i = s->size; i-- > 0 && ++s->out[i] == 0;) {
+  }
+}
+
+static uint8_t next_byte(struct pack *s) { return s->position < s->length ? s->in[s->position++] : 0; }
+
+/* One binary decision with a given probability of a one, of 65536. */
+static int decide(struct pack *s, int bit, uint32_t probability) {
+  if (probability < CERTAIN) probability = CERTAIN;
+  if (probability > 65536 - CERTAIN) probability = 65536 - CERTAIN;
+  if (s->priming) return bit;
+  if (s->price) *s->account += s->price[(bit ? probability : 65536 - probability) >> 4];
+  uint32_t bound = (s->range >> 16) * probability;
+  if (s->decoding) {
+    if (--s->budget < 0) s->failed = 1;
+    bit = s->code < bound;
+    if (!bit) s->code -= bound;
+  } else if (!bit) {
+    uint32_t before = s->low;
+    s->low += bound;
+    if (s->low < before) carry(s);
+  }
+  s->range = bit ? bound : s->range - bound;
+  while (s->range < 1u << 24) {
+    if (s->decoding)
+      s->code = s->code << 8 | next_byte(s);
+    else
+      put_byte(s, (uint8_t)(s->low >> 24));
+    s->low <<= 8;
+    s->range <<= 8;
+  }
+  return bit;
+}
+
+/* One decision predicted by n counters, whose opinions a mixer weighs. */
+static int code_bit(struct pack *s, int bit, int mixer_number, const int *contexts, int n) {
+  struct mixer *mixer = &s->mixers[mixer_number];
+  struct counter *counters[MAX_INPUTS];
+  int32_t inputs[MAX_INPUTS];
+  int64_t dot = (int64_t)mixer->weights[n] * 256;
+  for (int i = 0; i < n; i++) {
+    counters[i] = &s->counters[contexts[i]];
+    inputs[i] = stretch_table[counters[i]->probability >> 16] * (int32_t)trust_table[counters[i]->seen] >> 16;
+    dot += (int64_t)mixer->weights[i] * inputs[i];
+  }
+  inputs[n] = 256;
+  dot >>= 16;
+  if (dot > LARGEST_STRETCH) dot = LARGEST_STRETCH;
+  if (dot < -LARGEST_STRETCH) dot = -LARGEST_STRETCH;
+  int32_t probability = squash_table[dot + LARGEST_STRETCH];
+  bit = decide(s, bit, (uint32_t)probability);
+
+  int64_t step = ((int64_t)(bit << 16) - probability) * rate_table[mixer->seen] >> 8;
+  if (mixer->seen < RATE_LIMIT) mixer->seen++;
+  for (int i = 0; i <= n; i++) {
+    int64_t weight = mixer->weights[i] + (step * inputs[i] >> 16);
+    mixer->weights[i] = (int32_t)(weight > 1 << 20 ? 1 << 20 : weight < -(1 << 20) ? -(1 << 20) : weight);
+  }
+  for (int i = 0; i < n; i++) {
+    int64_t distance = (bit ? 0xFFFFFFFFll : 0) - (int64_t)counters[i]->probability;
+    counters[i]->probability += (uint32_t)(distance * step_table[counters[i]->seen] >> 16);
+    if (counters[i]->seen < COUNT_LIMIT) counters[i]->seen++;
+  }
+  return bit;
+}
+
+static uint32_t code_raw(struct pack *s, uint32_t value, int bits) {
+  uint32_t result = 0;
+  while (bits-- > 0) result = result << 1 | (uint32_t)decide(s, value >> bits & 1, 32768);
+  return result;
+}
+
+/* Regions of the counters, and the mixers. */
+enum {
+  BYTES_AT = 0,         /* 3 orders of 16384 */
+  ROWS_AT = 3 << 14,    /* the rest in units of 4096 */
+  COLUMNS_AT = 13 << 12,
+  FLAGS_AT = 14 << 12,  /* 3 contexts for matrices, 3 for vectors */
+  SIGNS_AT = 20 << 12,
+  EXPONENTS_AT = 21 << 12,
+  MANTISSAS_AT = 24 << 12,
+};
+enum { BYTE_MIXER, ROW_MIXER = 8, COLUMN_MIXER, FLAG_MIXER, VECTOR_FLAG_MIXER, SIGN_MIXER, MANTISSA_MIXER, EXPONENT_MIXER = 16 };
+
+static int bucket(int n) { return n < 5 ? n : n < 7 ? 5 : n < 10 ? 6 : n < 16 ? 7 : n < 32 ? 8 : 9; }
+static int at_most(int n, int most) { return n < most ? n : most; }
+
+int sparsevd_pack_bytes(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+  uint32_t before = 0;
+  for (ptrdiff_t i = 0; i < n && !s->failed; i++) {
+    int node = 1, order1 = (int)(before & 255), order2 = (int)((before & 0xFFFF) * 40503u >> 4 & 0x3FFF);
+    for (int k = 7; k >= 0; k--) {
+      int contexts[3] = {
+          BYTES_AT + node,
+          BYTES_AT + (1 << 14) + (int)(((uint32_t)order1 << 8 | (uint32_t)node) * 2654435761u >> 18),
+          BYTES_AT + (2 << 14) + (int)(((uint32_t)order2 << 8 | (uint32_t)node) * 2654435761u >> 18),
+      };
+      node = node << 1 | code_bit(s, bytes[i] >> k & 1, BYTE_MIXER + 7 - k, contexts, 3);
+    }
+    bytes[i] = (uint8_t)node;
+    before = before << 8 | bytes[i];
+  }
+  return s->failed;
+}
+
+struct place { /* what is known around the number to be coded */
+  int left, above, plane;    /* numbers before it: beside it, `width` and `plane` columns back; 0 where there is none */
+  int column_sign;           /* of the last number in this column: 0 none, 1 negative, 2 positive */
+  int row_exponent;          /* of the last number in this row, plus 1 */
+  int column_exponent;
+};
+
+static int sign_of(int32_t value) { return value ? 1 + (value > 0) : 0; }
+
+static int code_sign(struct pack *s, int negative, const struct place *at) {
+  int left = sign_of(at->left), above = sign_of(at->above), plane = sign_of(at->plane);
+  int contexts[2] = {SIGNS_AT + left * 9 + above * 3 + plane, SIGNS_AT + 32 + at->column_sign * 3 + left};
+  return code_bit(s, negative, SIGN_MIXER, contexts, 2);
+}
+
+/* The exponent of an integer in unary, with the exponents around it as context; then what follows its first bit. */
+static int32_t code_integer(struct pack *s, int32_t value, struct place *at) {
+  uint32_t magnitude = (uint32_t)(value < 0 ? -(int64_t)value : value);
+  int negative = code_sign(s, value < 0, at);
+  int length = 0;
+  if (!s->decoding)
+    while (magnitude >> length > 1) length++;
+  int exponent = 0;
+  for (;; exponent++) {
+    if (exponent > 30) {
+      s->failed = 1;
+      return 0;
+    }
+    int contexts[3] = {EXPONENTS_AT + exponent, EXPONENTS_AT + 32 + 32 * at->row_exponent + exponent,
+                       EXPONENTS_AT + 2048 + 32 * at->column_exponent + exponent};
+    if (!code_bit(s, length > exponent, EXPONENT_MIXER + exponent, contexts, 3)) break;
+  }
+  uint32_t node = 1;
+  int fine = at_most(exponent, 3); /* bits that are predicted; the rest are as good as random */
+  for (int k = 1; k <= fine; k++) {
+    int contexts[2] = {MANTISSAS_AT + exponent * 16 + (int)node, MANTISSAS_AT + 1024 + (exponent * 16 + (int)node) * 32 + at->column_exponent};
+    node = node << 1 | (uint32_t)code_bit(s, magnitude >> (exponent - k) & 1, MANTISSA_MIXER, contexts, 2);
+  }
+  node = node << (exponent - fine) | code_raw(s, magnitude & ((1u << (exponent - fine)) - 1), exponent - fine);
+  at->row_exponent = at->column_exponent = exponent + 1;
+  return negative ? -(int32_t)node : (int32_t)node;
+}
+
+/* The bits of a float32 whose last 23 - mantissa bits are zero. */
+static int32_t code_float(struct pack *s, int32_t value, struct place *at, int mantissa) {
+  uint32_t bits = (uint32_t)value;
+  int negative = code_sign(s, (int)(bits >> 31), at);
+  uint32_t node = 1;
+  for (int k = 7; k >= 0; k--) {
+    int contexts[2] = {EXPONENTS_AT + 4096 + (int)node, EXPONENTS_AT + 8192 + ((at->row_exponent & 15) << 8 | (int)node)};
+    node = node << 1 | (uint32_t)code_bit(s, bits >> (23 + k) & 1, EXPONENT_MIXER + 40 + k, contexts, 2);
+  }
+  uint32_t exponent = node & 255;
+  int fine = at_most(mantissa, 2);
+  uint32_t fraction = 1;
+  for (int k = 1; k <= fine; k++) {
+    int context = MANTISSAS_AT + 20480 + (int)(exponent << 2 | fraction);
+    fraction = fraction << 1 | (uint32_t)code_bit(s, bits >> (23 - k) & 1, MANTISSA_MIXER + 1, &context, 1);
+  }
+  fraction &= (1u << fine) - 1;
+  fraction = fraction << (mantissa - fine) |
+             code_raw(s, bits >> (23 - mantissa) & ((1u << (mantissa - fine)) - 1), mantissa - fine);
+  at->row_exponent = at->column_exponent = (int)(exponent & 31);
+  return (int32_t)((uint32_t)negative << 31 | exponent << 23 | fraction << (23 - mantissa));
+}
+
+/* A matrix of integers (mantissa < 0) or of float32 bits. hint, or null, says of each column how many numbers the row of
+   the matrix before has that feeds it. Returns 0, or 1 when the file is not one that an encoder has made. */
+int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t width,
+                         ptrdiff_t plane, const int32_t *hint, int mantissa) {
+  if (rows == 0 || columns == 0) return s->failed;
+  s->account = &s->positions;
+  int vector = rows == 1;
+  uint8_t *row_alive = calloc((size_t)rows, 1), *column_alive = calloc((size_t)columns, 1);
+  int32_t *count = calloc((size_t)columns, sizeof *count);
+  uint8_t *column_sign = calloc((size_t)columns, 1), *column_exponent = calloc((size_t)columns, 1);
+  uint8_t *expected = calloc((size_t)columns, 1);
+  if (!row_alive || !column_alive || !count || !column_sign || !column_exponent || !expected) {
+    s->failed = 1;
+    goto end;
+  }
+  if (vector) {
+    row_alive[0] = 1;
+    memset(column_alive, 1, (size_t)columns);
+  } else if (!s->decoding) {
+    for (ptrdiff_t r = 0; r < rows; r++)
+      for (ptrdiff_t c = 0; c < columns; c++)
+        if (values[r * columns + c]) row_alive[r] = column_alive[c] = 1;
+  }
+  if (hint) { /* 1: none; else by the ratio to the mean of the others */
+    int64_t sum = 0, fed = 0;
+    for (ptrdiff_t c = 0; c < columns; c++) sum += hint[c], fed += hint[c] > 0;
+    for (ptrdiff_t c = 0; c < columns; c++) {
+      int64_t eighths = hint[c] ? 8 * (int64_t)hint[c] * fed / sum : 0;
+      expected[c] = (uint8_t)(hint[c] ? 2 + (eighths < 26 ? eighths : 26) / 2 : 1);
+    }
+  }
+  if (!vector) {
+    for (ptrdiff_t r = 0; r < rows && !s->failed; r++) {
+      int context = ROWS_AT + (r > 0 ? row_alive[r - 1] : 0) + 2 * (r > 1 ? row_alive[r - 2] : 0);
+      row_alive[r] = (uint8_t)code_bit(s, row_alive[r], ROW_MIXER, &context, 1);
+    }
+    for (ptrdiff_t c = 0; c < columns && !s->failed; c++) {
+#define ALIVE(distance) ((distance) > 0 && c >= (distance) ? column_alive[c - (distance)] : 0)
+      int fed = hint ? 1 + (hint[c] > 0) : 0;
+      int around = ALIVE(1) | (width ? ALIVE(width) << 1 | ALIVE(width - 1) << 2 : 0) | ALIVE(plane) << 3;
+      int contexts[2] = {COLUMNS_AT + around * 3 + fed,
+                         COLUMNS_AT + 64 + (ALIVE(1) | ALIVE(2) << 1 | (width ? ALIVE(width) << 2 | ALIVE(width + 1) << 3 : 0)) * 3 + fed};
+      column_alive[c] = (uint8_t)code_bit(s, column_alive[c], COLUMN_MIXER, contexts, 2);
+    }
+  }
+  ptrdiff_t *alive = malloc((size_t)columns * sizeof *alive), n_alive = 0;
+  if (!alive) {
+    s->failed = 1;
+    goto end;
+  }
+  for (ptrdiff_t c = 0; c < columns; c++)
+    if (column_alive[c]) alive[n_alive++] = c;
+
+  int flags = FLAGS_AT + (vector ? 3 << 12 : 0);
+  for (ptrdiff_t r = 0; r < rows && !s->failed; r++) {
+    if (!row_alive[r]) continue;
+    int32_t *row = values + r * columns;
+    struct place at = {0};
+    for (ptrdiff_t i = 0; i < n_alive && !s->failed; i++) {
+      ptrdiff_t c = alive[i];
+#define BACK(distance) ((distance) > 0 && c >= (distance) ? row[c - (distance)] : 0)
+#define COUNT(column) ((column) >= 0 && (column) < columns ? count[column] : 0)
+      at.left = BACK(1), at.above = BACK(width), at.plane = BACK(plane);
+      int left = at.left != 0, left2 = BACK(2) != 0, above = at.above != 0, same = at.plane != 0;
+      int above_left = width ? BACK(width + 1) != 0 : 0, above_right = width ? BACK(width - 1) != 0 : 0;
+      int around = COUNT(c - 1) + COUNT(c + 1);
+      if (width)
+        around += COUNT(c - width) + COUNT(c + width) + COUNT(c - width - 1) + COUNT(c - width + 1) +
+                  COUNT(c + width - 1) + COUNT(c + width + 1);
+      int contexts[3] = {
+          flags + expected[c] * 16 + bucket(count[c]),
+          flags + (1 << 12) + (left | left2 << 1 | above << 2 | above_left << 3 | above_right << 4 | same << 5),
+          flags + (2 << 12) + bucket(around) * 8 + left + left2 + above + above_left + above_right + same,
+      };
+      int32_t value = row[c];
+      if (!code_bit(s, value != 0, vector ? VECTOR_FLAG_MIXER : FLAG_MIXER, contexts, 3)) continue;
+      s->account = &s->values;
+      at.column_sign = column_sign[c];
+      at.column_exponent = column_exponent[c];
+      value = mantissa < 0 ? code_integer(s, value, &at) : code_float(s, value, &at, mantissa);
+      row[c] = value;
+      column_sign[c] = (uint8_t)sign_of(value);
+      column_exponent[c] = (uint8_t)at.column_exponent;
+      s->account = &s->positions;
+    }
+    if (!vector)
+      for (ptrdiff_t i = 0; i < n_alive; i++) count[alive[i]] += row[alive[i]] != 0;
+  }
+  free(alive);
+end:
+  free(row_alive), free(column_alive), free(count), free(column_sign), free(column_exponent), free(expected);
+  return s->failed;
+}
+
+/* Learn from bytes that both sides know. */
+void sparsevd_pack_prime(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+  int decoding = s->decoding;
+  s->priming = 1, s->decoding = 0;
+  sparsevd_pack_bytes(s, bytes, n);
+  s->priming = 0, s->decoding = decoding;
+}
+
+/* An encoder when data is null, else a decoder of it, which must stay in place. Null when there is no memory. */
+struct pack *sparsevd_pack_open(const uint8_t *data, ptrdiff_t length, const float *price) {
+  struct pack *s = calloc(1, sizeof *s);
+  if (!s) return NULL;
+  for (int i = 0; i < COUNTERS; i++) s->counters[i].probability = 1u << 31;
+  for (int i = 0; i < MIXERS; i++)
+    for (int j = 0; j < MAX_INPUTS; j++) s->mixers[i].weights[j] = FIRST_WEIGHT;
+  s->range = 0xFFFFFFFF;
+  s->price = price;
+  s->account = &s->values;
+  if (data) {
+    s->decoding = 1;
+    s->in = data;
+    s->length = (size_t)length;
+    s->budget = DECISIONS_PER_BYTE * ((int64_t)length + 8);
+    for (int i = 0; i < 4; i++) s->code = s->code << 8 | next_byte(s);
+  }
+  return s;
+}
+
+/* Bits spent so far: on positions, and on values and bytes. */
+void sparsevd_pack_account(const struct pack *s, double *bits) { bits[0] = s->positions, bits[1] = s->values; }
+
+/* Write the fewest bytes that tell the last range; after them a decoder reads zeros. Returns the size, or -1. */
+ptrdiff_t sparsevd_pack_finish(struct pack *s) {
+  int keep = 0;
+  uint64_t value = 0;
+  for (; keep <= 4; keep++) {
+    uint64_t below = ((uint64_t)1 << 8 * (4 - keep)) - 1;
+    value = (s->low + below) & ~below;
+    if (value < (uint64_t)s->low + s->range) break;
+  }
+  if (value >> 32) carry(s);
+  for (int i = 0; i < keep; i++) put_byte(s, (uint8_t)(value >> 8 * (3 - i)));
+  return s->failed ? -1 : (ptrdiff_t)s->size;
+}
+
+const uint8_t *sparsevd_pack_written(const struct pack *s) { return s->out; }
+
+void sparsevd_pack_close(struct pack *s) {
+  free(s->out);
+  free(s);
+}
