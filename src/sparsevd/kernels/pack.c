@@ -166,7 +166,18 @@ enum {
   EXPONENTS_AT = 21 << 12,
   MANTISSAS_AT = 24 << 12,
 };
-enum { BYTE_MIXER, ROW_MIXER = 8, COLUMN_MIXER, FLAG_MIXER, VECTOR_FLAG_MIXER, SIGN_MIXER, MANTISSA_MIXER, EXPONENT_MIXER = 16 };
+enum {
+  BYTE_MIXER, /* 8, one for each place in the byte */
+  ROW_MIXER = 8,
+  COLUMN_MIXER,
+  FLAG_MIXER,
+  VECTOR_FLAG_MIXER,
+  SIGN_MIXER,
+  MANTISSA_MIXER,
+  FLOAT_MANTISSA_MIXER,
+  EXPONENT_MIXER = 16, /* 31, one for each exponent */
+  FLOAT_EXPONENT_MIXER = 56,
+};
 
 static int bucket(int n) { return n < 5 ? n : n < 7 ? 5 : n < 10 ? 6 : n < 16 ? 7 : n < 32 ? 8 : 9; }
 static int at_most(int n, int most) { return n < most ? n : most; }
@@ -189,18 +200,18 @@ int sparsevd_pack_bytes(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
   return s->failed;
 }
 
-struct place { /* what is known around the number to be coded */
-  int left, above, plane;    /* numbers before it: beside it, `width` and `plane` columns back; 0 where there is none */
-  int column_sign;           /* of the last number in this column: 0 none, 1 negative, 2 positive */
-  int row_exponent;          /* of the last number in this row, plus 1 */
-  int column_exponent;
+struct place {                 /* what is known around the number to be coded */
+  int32_t left, above, behind; /* numbers beside it, `width` and `plane` columns back; 0 where there is none */
+  int column_sign;             /* of the last number in this column: 0 none, 1 negative, 2 positive */
+  int row_exponent;            /* of the last number in this row, plus 1; the number's own afterwards */
+  int column_exponent;         /* of the last number in this column, plus 1 */
 };
 
 static int sign_of(int32_t value) { return value ? 1 + (value > 0) : 0; }
 
 static int code_sign(struct pack *s, int negative, const struct place *at) {
-  int left = sign_of(at->left), above = sign_of(at->above), plane = sign_of(at->plane);
-  int contexts[2] = {SIGNS_AT + left * 9 + above * 3 + plane, SIGNS_AT + 32 + at->column_sign * 3 + left};
+  int left = sign_of(at->left), above = sign_of(at->above), behind = sign_of(at->behind);
+  int contexts[2] = {SIGNS_AT + left * 9 + above * 3 + behind, SIGNS_AT + 32 + at->column_sign * 3 + left};
   return code_bit(s, negative, SIGN_MIXER, contexts, 2);
 }
 
@@ -224,11 +235,12 @@ static int32_t code_integer(struct pack *s, int32_t value, struct place *at) {
   uint32_t node = 1;
   int fine = at_most(exponent, 3); /* bits that are predicted; the rest are as good as random */
   for (int k = 1; k <= fine; k++) {
-    int contexts[2] = {MANTISSAS_AT + exponent * 16 + (int)node, MANTISSAS_AT + 1024 + (exponent * 16 + (int)node) * 32 + at->column_exponent};
+    int place = exponent * 16 + (int)node;
+    int contexts[2] = {MANTISSAS_AT + place, MANTISSAS_AT + 1024 + place * 32 + at->column_exponent};
     node = node << 1 | (uint32_t)code_bit(s, magnitude >> (exponent - k) & 1, MANTISSA_MIXER, contexts, 2);
   }
   node = node << (exponent - fine) | code_raw(s, magnitude & ((1u << (exponent - fine)) - 1), exponent - fine);
-  at->row_exponent = at->column_exponent = exponent + 1;
+  at->row_exponent = exponent + 1;
   return negative ? -(int32_t)node : (int32_t)node;
 }
 
@@ -239,113 +251,142 @@ static int32_t code_float(struct pack *s, int32_t value, struct place *at, int m
   uint32_t node = 1;
   for (int k = 7; k >= 0; k--) {
     int contexts[2] = {EXPONENTS_AT + 4096 + (int)node, EXPONENTS_AT + 8192 + ((at->row_exponent & 15) << 8 | (int)node)};
-    node = node << 1 | (uint32_t)code_bit(s, bits >> (23 + k) & 1, EXPONENT_MIXER + 40 + k, contexts, 2);
+    node = node << 1 | (uint32_t)code_bit(s, bits >> (23 + k) & 1, FLOAT_EXPONENT_MIXER + k, contexts, 2);
   }
   uint32_t exponent = node & 255;
   int fine = at_most(mantissa, 2);
   uint32_t fraction = 1;
   for (int k = 1; k <= fine; k++) {
     int context = MANTISSAS_AT + 20480 + (int)(exponent << 2 | fraction);
-    fraction = fraction << 1 | (uint32_t)code_bit(s, bits >> (23 - k) & 1, MANTISSA_MIXER + 1, &context, 1);
+    fraction = fraction << 1 | (uint32_t)code_bit(s, bits >> (23 - k) & 1, FLOAT_MANTISSA_MIXER, &context, 1);
   }
   fraction &= (1u << fine) - 1;
   fraction = fraction << (mantissa - fine) |
              code_raw(s, bits >> (23 - mantissa) & ((1u << (mantissa - fine)) - 1), mantissa - fine);
-  at->row_exponent = at->column_exponent = (int)(exponent & 31);
+  at->row_exponent = (int)(exponent & 31);
   return (int32_t)((uint32_t)negative << 31 | exponent << 23 | fraction << (23 - mantissa));
 }
 
-/* A matrix of integers (mantissa < 0) or of float32 bits. hint, or null, says of each column how many numbers the row of
-   the matrix before has that feeds it. Returns 0, or 1 when the file is not one that an encoder has made. */
+/* What a matrix needs while it is coded. The arrays with a margin hold zeros left of the first column and right of the
+   last, so that places outside the matrix need no question. */
+struct columns {
+  ptrdiff_t n, margin, n_alive, *alive;
+  uint8_t *living;          /* margin */
+  uint8_t *there;           /* margin: where the present row has a number so far */
+  int32_t *count;           /* margin: numbers in the rows above */
+  uint8_t *expected;        /* from the hint: 0 unknown, 1 empty, 2 to 15 by the ratio to the mean */
+  uint8_t *sign, *exponent; /* of the last number in the column */
+};
+
+static void free_columns(struct columns *c) {
+  free(c->alive), free(c->living), free(c->there), free(c->count), free(c->expected), free(c->sign), free(c->exponent);
+}
+
+static int make_columns(struct columns *c, ptrdiff_t n, ptrdiff_t width, ptrdiff_t plane, const int32_t *hint) {
+  size_t room = (size_t)n;
+  memset(c, 0, sizeof *c);
+  c->n = n;
+  c->margin = (width > plane ? width : plane) + 2;
+  c->alive = malloc(room * sizeof *c->alive);
+  c->living = calloc(room + 2 * (size_t)c->margin, 1);
+  c->there = calloc(room + 2 * (size_t)c->margin, 1);
+  c->count = calloc(room + 2 * (size_t)c->margin, sizeof *c->count);
+  c->expected = calloc(room, 1);
+  c->sign = calloc(room, 1);
+  c->exponent = calloc(room, 1);
+  if (!c->alive || !c->living || !c->there || !c->count || !c->expected || !c->sign || !c->exponent) return 1;
+  if (hint) {
+    int64_t sum = 0, fed = 0;
+    for (ptrdiff_t i = 0; i < n; i++) sum += hint[i], fed += hint[i] > 0;
+    for (ptrdiff_t i = 0; i < n; i++) {
+      int64_t eighths = hint[i] > 0 ? 8 * (int64_t)hint[i] * fed / sum : 0;
+      c->expected[i] = (uint8_t)(hint[i] > 0 ? 2 + (eighths < 26 ? eighths : 26) / 2 : 1);
+    }
+  }
+  return 0;
+}
+
+/* Which rows and columns hold anything. */
+static void code_living(struct pack *s, uint8_t *rows, ptrdiff_t n_rows, struct columns *columns, ptrdiff_t width,
+                        ptrdiff_t plane, const int32_t *hint) {
+  for (ptrdiff_t r = 0; r < n_rows && !s->failed; r++) {
+    int context = ROWS_AT + (r > 0 ? rows[r - 1] : 0) + 2 * (r > 1 ? rows[r - 2] : 0);
+    rows[r] = (uint8_t)code_bit(s, rows[r], ROW_MIXER, &context, 1);
+  }
+  for (ptrdiff_t c = 0; c < columns->n && !s->failed; c++) {
+    uint8_t *here = columns->living + columns->margin + c;
+    int left = here[-1], above = width ? here[-width] : 0, behind = plane ? here[-plane] : 0;
+    int above_right = width > 1 ? here[1 - width] : 0, above_left = width ? here[-1 - width] : 0;
+    int fed = hint ? 1 + (hint[c] > 0) : 0;
+    int contexts[2] = {COLUMNS_AT + (left | above << 1 | above_right << 2 | behind << 3) * 3 + fed,
+                       COLUMNS_AT + 64 + (left | here[-2] << 1 | above << 2 | above_left << 3) * 3 + fed};
+    *here = (uint8_t)code_bit(s, *here, COLUMN_MIXER, contexts, 2);
+  }
+}
+
+static void code_row(struct pack *s, int32_t *row, struct columns *columns, ptrdiff_t width, ptrdiff_t plane,
+                     int vector, int mantissa) {
+  int flags = FLAGS_AT + (vector ? 3 << 12 : 0), mixer = vector ? VECTOR_FLAG_MIXER : FLAG_MIXER;
+  struct place at = {0};
+  for (ptrdiff_t i = 0; i < columns->n_alive && !s->failed; i++) {
+    ptrdiff_t c = columns->alive[i];
+    uint8_t *there = columns->there + columns->margin + c;
+    const int32_t *count = columns->count + columns->margin + c;
+    int left = there[-1], left2 = there[-2], behind = plane ? there[-plane] : 0;
+    int above = 0, above_left = 0, above_right = 0, around = count[-1] + count[1];
+    if (width) {
+      above = there[-width], above_left = there[-width - 1], above_right = width > 1 ? there[1 - width] : 0;
+      around += count[-width - 1] + count[-width] + count[-width + 1] + count[width - 1] + count[width] + count[width + 1];
+    }
+    int contexts[3] = {
+        flags + columns->expected[c] * 16 + bucket(*count),
+        flags + (1 << 12) + (left | left2 << 1 | above << 2 | above_left << 3 | above_right << 4 | behind << 5),
+        flags + (2 << 12) + bucket(around) * 8 + left + left2 + above + above_left + above_right + behind,
+    };
+    if (!code_bit(s, row[c] != 0, mixer, contexts, 3)) continue;
+    s->account = &s->values;
+    at.left = left ? row[c - 1] : 0, at.above = above ? row[c - width] : 0, at.behind = behind ? row[c - plane] : 0;
+    at.column_sign = columns->sign[c];
+    at.column_exponent = columns->exponent[c];
+    row[c] = mantissa < 0 ? code_integer(s, row[c], &at) : code_float(s, row[c], &at, mantissa);
+    s->account = &s->positions;
+    *there = row[c] != 0;
+    columns->sign[c] = (uint8_t)sign_of(row[c]);
+    columns->exponent[c] = (uint8_t)at.row_exponent;
+  }
+  for (ptrdiff_t i = 0; i < columns->n_alive; i++) {
+    uint8_t *there = columns->there + columns->margin + columns->alive[i];
+    if (!vector) columns->count[columns->margin + columns->alive[i]] += *there;
+    *there = 0;
+  }
+}
+
+/* A matrix of integers (mantissa < 0) or of float32 bits. width and plane say how many columns back the places above and
+   behind are, or 0. hint, or null, says of each column how many numbers the row of the matrix before has that feeds it.
+   Returns 0, or 1 when the file is not one that an encoder has made. */
 int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t width,
                          ptrdiff_t plane, const int32_t *hint, int mantissa) {
   if (rows == 0 || columns == 0) return s->failed;
   s->account = &s->positions;
   int vector = rows == 1;
-  uint8_t *row_alive = calloc((size_t)rows, 1), *column_alive = calloc((size_t)columns, 1);
-  int32_t *count = calloc((size_t)columns, sizeof *count);
-  uint8_t *column_sign = calloc((size_t)columns, 1), *column_exponent = calloc((size_t)columns, 1);
-  uint8_t *expected = calloc((size_t)columns, 1);
-  if (!row_alive || !column_alive || !count || !column_sign || !column_exponent || !expected) {
-    s->failed = 1;
-    goto end;
-  }
-  if (vector) {
-    row_alive[0] = 1;
-    memset(column_alive, 1, (size_t)columns);
-  } else if (!s->decoding) {
-    for (ptrdiff_t r = 0; r < rows; r++)
+  struct columns of;
+  uint8_t *row_living = calloc((size_t)rows, 1);
+  if (make_columns(&of, columns, width, plane, hint) || !row_living) s->failed = 1;
+  if (!s->failed && vector) {
+    row_living[0] = 1;
+    memset(of.living + of.margin, 1, (size_t)columns);
+  } else if (!s->failed) {
+    for (ptrdiff_t r = 0; r < rows && !s->decoding; r++)
       for (ptrdiff_t c = 0; c < columns; c++)
-        if (values[r * columns + c]) row_alive[r] = column_alive[c] = 1;
+        if (values[r * columns + c]) row_living[r] = of.living[of.margin + c] = 1;
+    code_living(s, row_living, rows, &of, width, plane, hint);
   }
-  if (hint) { /* 1: none; else by the ratio to the mean of the others */
-    int64_t sum = 0, fed = 0;
-    for (ptrdiff_t c = 0; c < columns; c++) sum += hint[c], fed += hint[c] > 0;
-    for (ptrdiff_t c = 0; c < columns; c++) {
-      int64_t eighths = hint[c] ? 8 * (int64_t)hint[c] * fed / sum : 0;
-      expected[c] = (uint8_t)(hint[c] ? 2 + (eighths < 26 ? eighths : 26) / 2 : 1);
-    }
-  }
-  if (!vector) {
-    for (ptrdiff_t r = 0; r < rows && !s->failed; r++) {
-      int context = ROWS_AT + (r > 0 ? row_alive[r - 1] : 0) + 2 * (r > 1 ? row_alive[r - 2] : 0);
-      row_alive[r] = (uint8_t)code_bit(s, row_alive[r], ROW_MIXER, &context, 1);
-    }
-    for (ptrdiff_t c = 0; c < columns && !s->failed; c++) {
-#define ALIVE(distance) ((distance) > 0 && c >= (distance) ? column_alive[c - (distance)] : 0)
-      int fed = hint ? 1 + (hint[c] > 0) : 0;
-      int around = ALIVE(1) | (width ? ALIVE(width) << 1 | ALIVE(width - 1) << 2 : 0) | ALIVE(plane) << 3;
-      int contexts[2] = {COLUMNS_AT + around * 3 + fed,
-                         COLUMNS_AT + 64 + (ALIVE(1) | ALIVE(2) << 1 | (width ? ALIVE(width) << 2 | ALIVE(width + 1) << 3 : 0)) * 3 + fed};
-      column_alive[c] = (uint8_t)code_bit(s, column_alive[c], COLUMN_MIXER, contexts, 2);
-    }
-  }
-  ptrdiff_t *alive = malloc((size_t)columns * sizeof *alive), n_alive = 0;
-  if (!alive) {
-    s->failed = 1;
-    goto end;
-  }
-  for (ptrdiff_t c = 0; c < columns; c++)
-    if (column_alive[c]) alive[n_alive++] = c;
-
-  int flags = FLAGS_AT + (vector ? 3 << 12 : 0);
-  for (ptrdiff_t r = 0; r < rows && !s->failed; r++) {
-    if (!row_alive[r]) continue;
-    int32_t *row = values + r * columns;
-    struct place at = {0};
-    for (ptrdiff_t i = 0; i < n_alive && !s->failed; i++) {
-      ptrdiff_t c = alive[i];
-#define BACK(distance) ((distance) > 0 && c >= (distance) ? row[c - (distance)] : 0)
-#define COUNT(column) ((column) >= 0 && (column) < columns ? count[column] : 0)
-      at.left = BACK(1), at.above = BACK(width), at.plane = BACK(plane);
-      int left = at.left != 0, left2 = BACK(2) != 0, above = at.above != 0, same = at.plane != 0;
-      int above_left = width ? BACK(width + 1) != 0 : 0, above_right = width ? BACK(width - 1) != 0 : 0;
-      int around = COUNT(c - 1) + COUNT(c + 1);
-      if (width)
-        around += COUNT(c - width) + COUNT(c + width) + COUNT(c - width - 1) + COUNT(c - width + 1) +
-                  COUNT(c + width - 1) + COUNT(c + width + 1);
-      int contexts[3] = {
-          flags + expected[c] * 16 + bucket(count[c]),
-          flags + (1 << 12) + (left | left2 << 1 | above << 2 | above_left << 3 | above_right << 4 | same << 5),
-          flags + (2 << 12) + bucket(around) * 8 + left + left2 + above + above_left + above_right + same,
-      };
-      int32_t value = row[c];
-      if (!code_bit(s, value != 0, vector ? VECTOR_FLAG_MIXER : FLAG_MIXER, contexts, 3)) continue;
-      s->account = &s->values;
-      at.column_sign = column_sign[c];
-      at.column_exponent = column_exponent[c];
-      value = mantissa < 0 ? code_integer(s, value, &at) : code_float(s, value, &at, mantissa);
-      row[c] = value;
-      column_sign[c] = (uint8_t)sign_of(value);
-      column_exponent[c] = (uint8_t)at.column_exponent;
-      s->account = &s->positions;
-    }
-    if (!vector)
-      for (ptrdiff_t i = 0; i < n_alive; i++) count[alive[i]] += row[alive[i]] != 0;
-  }
-  free(alive);
-end:
-  free(row_alive), free(column_alive), free(count), free(column_sign), free(column_exponent), free(expected);
+  for (ptrdiff_t c = 0; c < columns && !s->failed; c++)
+    if (of.living[of.margin + c]) of.alive[of.n_alive++] = c;
+  for (ptrdiff_t r = 0; r < rows && !s->failed; r++)
+    if (row_living[r]) code_row(s, values + r * columns, &of, width, plane, vector, mantissa);
+  free_columns(&of);
+  free(row_living);
   return s->failed;
 }
 
