@@ -22,6 +22,7 @@ ORDER = [
     "convert",
     "objective",
     "summary",
+    "pack",
     "batches",
     "evaluate",
     "progress",

@@ -5,6 +5,7 @@ from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.objective import elbo_loss, kl
+from sparsevd.pack import load, save
 from sparsevd.summary import summary
 
 __version__ = "0.1.0"
@@ -19,7 +20,9 @@ __all__ = [
     "fit",
     "fit_dense",
     "kl",
+    "load",
     "prune",
+    "save",
     "sparsify",
     "summary",
 ]

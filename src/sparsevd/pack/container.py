@@ -95,7 +95,8 @@ def encode(packed: Packed, choose_widths: bool = True) -> bytes:
     header = _header(packed)
     with closing(coder()) as stream:
         stream.prime(PRIME)
-        stream.bytes(bytearray(_varint(len(header))))
+        for byte in _varint(len(header)):  # one by one, as a reader must take them
+            stream.bytes(bytearray([byte]))
         stream.bytes(bytearray(header))
         packed.header_bits = sum(stream.account())
         for entry, plane, hint in _with_context(packed.entries):
