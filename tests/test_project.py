@@ -22,6 +22,7 @@ ORDER = [
     "convert",
     "objective",
     "summary",
+    "graph",
     "pack",
     "batches",
     "evaluate",

@@ -4,6 +4,7 @@ from sparsevd.convert import prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
+from sparsevd.graph import capture
 from sparsevd.objective import elbo_loss, kl
 from sparsevd.pack import load, save
 from sparsevd.summary import summary
@@ -14,6 +15,7 @@ __all__ = [
     "FitConfig",
     "SparseVDError",
     "SparseVDWarning",
+    "capture",
     "elbo",
     "elbo_loss",
     "evaluate",
