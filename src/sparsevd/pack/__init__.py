@@ -1,55 +1,85 @@
 """Pruned means smaller: a model as one small file, quantised if wished and entropy-coded. No pickle.
 
-    sparsevd.save(pruned, "lenet.spvd")                              # every number bit for bit
-    sparsevd.save(model, "lenet.spvd", precision="posterior")        # a Sparse VD model: precision from its σ
-    sparsevd.load("lenet.spvd", into=my_model)
+    sparsevd.save(pruned, "lenet.spvd", example=x)                   # every number that can matter, bit for bit
+    sparsevd.save(model, "lenet.spvd", example=x, precision="posterior")  # a Sparse VD model: precision from its σ
+    network = sparsevd.load("lenet.spvd")                            # plain torch, without any class of yours or ours
+    sparsevd.load("lenet.spvd", into=my_model)                       # any architecture, with or without `example`
 """
 
 from pathlib import Path
+from typing import overload
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from sparsevd import atomic
 from sparsevd.convert import prune
-from sparsevd.errors import FormatError
+from sparsevd.errors import ArgumentError, FormatError
+from sparsevd.graph import Graph, capture, to_module
 from sparsevd.layers import SparseLayer
 from sparsevd.pack.container import Entry, Form, Packed, decode, encode
+from sparsevd.pack.description import described, graph_of
 from sparsevd.pack.quantise import DTYPES, Posterior, Precision, checked, entries_of, posterior_steps, tensor_of
+from sparsevd.pack.relevance import relevant
 
 SUFFIX = ".spvd"
 
-__all__ = ["SUFFIX", "Posterior", "Precision", "load", "pack", "read", "save", "unpack"]
+__all__ = ["SUFFIX", "Posterior", "Precision", "load", "pack", "read", "rebuild", "save", "unpack"]
+
+Example = Tensor | tuple[Tensor, ...]
 
 
-def save(model: nn.Module, path: str | Path, *, precision: Precision = "lossless") -> None:
+def save(
+    model: nn.Module, path: str | Path, *, example: Example | None = None, precision: Precision = "lossless"
+) -> None:
     """Write a model to a small file: its zeros cost next to nothing, and its numbers what they are worth.
 
     Args:
-        model: any network; a Sparse VD network is pruned first (a copy of it).
+        model: any network; of a Sparse VD network a pruned copy is written.
         path: where to; by custom it ends in .spvd.
+        example: an input, with the batch as first axis. The network's graph then travels in the file, `load` needs no
+            model, and numbers that cannot matter (of units that nothing reads) are written as zeros.
         precision: "lossless" keeps every number bit for bit. A number of bits from 2 to 16 rounds each weight matrix to
             so many levels. "posterior", for a Sparse VD network, rounds each layer as coarsely as its σ allows.
     """
-    data, _ = pack(model, precision=precision)
+    data, _ = pack(model, example=example, precision=precision)
     atomic.write(Path(path), data)
 
 
-def pack(model: nn.Module, *, precision: Precision = "lossless") -> tuple[bytes, Packed]:
+def pack(
+    model: nn.Module, *, example: Example | None = None, precision: Precision = "lossless"
+) -> tuple[bytes, Packed]:
     """The bytes of the file that `save` writes, and what its parts cost."""
     precision = checked(precision)
     steps = posterior_steps(model, precision) if isinstance(precision, Posterior) else {}
     if any(isinstance(module, SparseLayer) for module in model.modules()):
         model = prune(model)
-    packed = Packed(entries_of(model.state_dict(), precision, steps))
+    state = dict(model.state_dict())
+    if example is None:
+        packed = Packed(entries_of(state, precision, steps))
+    else:
+        graph = capture(model, example)
+        extra = {name: tensor for name, tensor in graph.constants.items() if name not in state}
+        packed = Packed(entries_of(state | extra, precision, steps), extra=len(extra))
+        packed.graph = described(graph, [entry.name for entry in packed.entries])
+        _forget_irrelevant(packed.entries, graph)
     return encode(packed), packed
 
 
-def load(path: str | Path, *, into: nn.Module) -> nn.Module:
-    """Put the parameters and buffers of a file into a model of the same architecture, and return it.
+@overload
+def load(path: str | Path) -> nn.Module: ...
+@overload
+def load(path: str | Path, *, into: nn.Module) -> nn.Module: ...
+def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
+    """The network in a file: rebuilt from its graph, or its numbers put into a model of the same architecture.
 
     A file that is damaged, or does not fit, is a FormatError, and the model stays as it was.
     """
-    into.load_state_dict(unpack(read(path), path, into.state_dict()))
+    data = read(path)
+    if into is None:
+        return rebuild(data, path)
+    into.load_state_dict(unpack(data, path, dict(into.state_dict())))
     return into
 
 
@@ -62,20 +92,51 @@ def read(path: str | Path) -> bytes:
 
 
 def unpack(data: bytes, name: str | Path = "the file", expected: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state_dict in the bytes of a file. With `expected`, names and shapes must be the same as there."""
+    """The state_dict in the bytes of a file. With `expected`, names, shapes and types must be the same as there."""
 
-    def accept(entries: list[Entry]) -> None:
+    def accept(packed: Packed) -> None:
         if expected is not None:
-            _check_fit(entries, expected)
+            _check_fit(_state_of(packed), expected)
 
     try:
         packed = decode(data, accept)
     except FormatError as error:
         raise FormatError(f"{name} cannot be loaded: {error}") from error
+    tensors = _tensors(packed.entries)
+    return {entry.name: tensors[entry.name] for entry in _state_of(packed)}
+
+
+def rebuild(data: bytes, name: str | Path = "the file") -> nn.Module:
+    """The network in the bytes of a file that carries its graph: plain torch, in eval mode."""
+    try:
+        packed = decode(data)
+        if not packed.graph:
+            raise FormatError("it was saved without an example and holds no graph; give load(path, into=model)")
+        return to_module(graph_of(packed.graph, _tensors(packed.entries)))
+    except FormatError as error:
+        raise FormatError(f"{name} cannot be loaded: {error}") from error
+
+
+def _state_of(packed: Packed) -> list[Entry]:
+    return packed.entries[: len(packed.entries) - packed.extra]
+
+
+def _tensors(entries: list[Entry]) -> dict[str, Tensor]:
     tensors: list[Tensor] = []
-    for entry in packed.entries:
+    for entry in entries:
         tensors.append(tensors[entry.alias] if entry.form == Form.ALIAS else tensor_of(entry))
-    return {entry.name: tensor for entry, tensor in zip(packed.entries, tensors, strict=True)}
+    return {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
+
+
+def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:
+    """Put to zero what cannot matter once the numbers are rounded: the weights and the bias of units that nothing reads."""
+    tensors = _tensors(entries)
+    masks = relevant(Graph(graph.nodes, {name: tensors[name] for name in graph.constants}, graph.outputs))
+    shared = {entry.alias for entry in entries if entry.form == Form.ALIAS}
+    for i, entry in enumerate(entries):
+        if entry.name in masks and i not in shared and isinstance(entry.values, np.ndarray):
+            mask = masks[entry.name].numpy().reshape(entry.matrix_shape)
+            entry.values = np.where(mask, entry.values, 0).astype(np.int32)
 
 
 def _check_fit(entries: list[Entry], expected: dict[str, Tensor]) -> None:

@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsevd.errors import FormatError
-from sparsevd.pack.adaptive import DECISIONS_PER_BYTE
+from sparsevd.pack.fields import Reader, varint
 from sparsevd.pack.native import Coder, coder
 from sparsevd.pack.symbols import INTEGERS, Matrix
 
 MAGIC = b"SPVD"
 VERSION = 1
 FRAME = len(MAGIC) + 1 + 4
-FREE_BYTES = 1 << 26  # what any file may unpack to
-MOST_PER_BYTE = 1 << 16  # and what each of its bytes adds to that
+FREE_BYTES, MOST_PER_BYTE = 1 << 26, 1 << 16  # what the tensors of any file may take, and what each byte of it adds
+FREE_HEADER, HEADER_PER_BYTE = 1 << 16, 1 << 6  # the same for the header
 
 DTYPE_SIZES = (4, 2, 2, 8, 8, 4, 2, 1, 1, 1)  # in bytes, of the types in `quantise.DTYPES`
 FLOATS = (0, 1, 2)  # those that FLOAT and GRID can hold
@@ -79,10 +79,14 @@ class Entry:
 
 @dataclass
 class Packed:
-    """The content of a file: the tensors, the network's graph if it travels with them, and what each part costs."""
+    """The content of a file: the tensors, the network's graph if it travels with them, and what the header costs.
+
+    The last `extra` entries are constants of the graph that the network's state_dict does not have.
+    """
 
     entries: list[Entry]
     graph: bytes = b""
+    extra: int = 0
     header_bits: float = 0.0
 
 
@@ -95,7 +99,7 @@ def encode(packed: Packed, choose_widths: bool = True) -> bytes:
     header = _header(packed)
     with closing(coder()) as stream:
         stream.prime(PRIME)
-        for byte in _varint(len(header)):  # one by one, as a reader must take them
+        for byte in varint(len(header)):  # one by one, as a reader must take them
             stream.bytes(bytearray([byte]))
         stream.bytes(bytearray(header))
         packed.header_bits = sum(stream.account())
@@ -105,13 +109,14 @@ def encode(packed: Packed, choose_widths: bool = True) -> bytes:
             after = stream.account()
             entry.bits = (after[0] - before[0], after[1] - before[1])
         content = stream.finish()
-    # As many bytes as entitle a reader to the memory that the tensors take.
-    needed = -(-max(0, _dense_bytes(packed.entries) - FREE_BYTES) // MOST_PER_BYTE)
-    content = content.ljust(needed, b"\0")
+    # As many bytes as entitle a reader to the memory that the tensors and the header take.
+    for_tensors = -(-(_dense_bytes(packed.entries) - FREE_BYTES) // MOST_PER_BYTE)
+    for_header = -(-(len(header) - FREE_HEADER) // HEADER_PER_BYTE)
+    content = content.ljust(max(for_tensors, for_header), b"\0")
     return MAGIC + bytes([VERSION]) + _checksum(content) + content
 
 
-def decode(data: bytes, accept: Callable[[list[Entry]], None] = lambda entries: None) -> Packed:
+def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None) -> Packed:
     """The content of a file, or a FormatError. `accept` sees the header before any tensor is unpacked."""
     if data[: len(MAGIC)] != MAGIC:
         raise FormatError("it is not a sparsevd model file: it does not begin with SPVD")
@@ -125,14 +130,14 @@ def decode(data: bytes, accept: Callable[[list[Entry]], None] = lambda entries: 
     with closing(coder(content)) as stream:
         stream.prime(PRIME)
         size = _decoded_varint(stream)
-        if size > DECISIONS_PER_BYTE // 8 * (len(content) + 8):
+        if size > FREE_HEADER + HEADER_PER_BYTE * len(content):
             raise FormatError(f"its header claims {size:,} bytes")
         header = bytearray(size)
         stream.bytes(header)
         packed = _parsed(bytes(header))
         if _dense_bytes(packed.entries) > FREE_BYTES + MOST_PER_BYTE * len(content):
             raise FormatError(f"its {len(data):,} bytes claim to hold {_dense_bytes(packed.entries):,}")
-        accept(packed.entries)
+        accept(packed)
         for entry, plane, hint in _with_context(packed.entries):
             if entry.form == Form.RAW:
                 entry.values = bytearray(entry.numel * DTYPE_SIZES[entry.dtype])
@@ -205,16 +210,6 @@ def _best_width(entry: Entry, plane: int, hint: Matrix | None) -> int:
     return min(costs, key=lambda width: (costs[width], width))
 
 
-def _varint(value: int) -> bytes:
-    """Seven bits per byte, the lowest first; the last byte is below 128."""
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def _decoded_varint(stream: Coder) -> int:
     value = shift = 0
     while True:
@@ -229,67 +224,30 @@ def _decoded_varint(stream: Coder) -> int:
 
 
 def _header(packed: Packed) -> bytes:
-    out = bytearray(_varint(len(packed.graph)) + packed.graph + _varint(len(packed.entries)))
+    out = bytearray(varint(len(packed.graph)) + packed.graph)
+    if packed.graph:
+        out += varint(packed.extra)
+    out += varint(len(packed.entries))
     for entry in packed.entries:
         out += entry.name.encode() + b"\n"
         out.append(entry.form | entry.dtype << 2)
         if entry.form == Form.ALIAS:
-            out += _varint(entry.alias)
+            out += varint(entry.alias)
             continue
-        out += b"".join(_varint(size) for size in (len(entry.shape), *entry.shape))
+        out += b"".join(varint(size) for size in (len(entry.shape), *entry.shape))
         if entry.form == Form.FLOAT:
             out.append(entry.mantissa)
         elif entry.form == Form.GRID:
             out += struct.pack(">H", entry.step)
         if entry.form != Form.RAW and len(entry.shape) == 2:
-            out += _varint(entry.width)
+            out += varint(entry.width)
     return bytes(out)
 
 
-class _Reader:
-    """Takes a header apart; running out of bytes is a FormatError."""
-
-    def __init__(self, data: bytes):
-        self._data, self._at = data, 0
-
-    def take(self, n: int) -> bytes:
-        if n > len(self._data) - self._at:
-            raise FormatError("its header is cut off")
-        self._at += n
-        return self._data[self._at - n : self._at]
-
-    def byte(self) -> int:
-        return self.take(1)[0]
-
-    def varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self.byte()
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-            if shift > 63:
-                raise FormatError("a number in its header is damaged")
-
-    def line(self) -> str:
-        end = self._data.find(b"\n", self._at)
-        if end < 0:
-            raise FormatError("a name in its header is cut off")
-        try:
-            text = self.take(end - self._at).decode()
-        except UnicodeDecodeError as error:
-            raise FormatError(f"a name in its header is not text ({error})") from error
-        self._at += 1
-        return text
-
-    def finished(self) -> bool:
-        return self._at == len(self._data)
-
-
 def _parsed(header: bytes) -> Packed:
-    reader = _Reader(header)
+    reader = Reader(header, "header")
     graph = reader.take(reader.varint())
+    extra = reader.varint() if graph else 0
     entries: list[Entry] = []
     names: set[str] = set()
     for _ in range(reader.varint()):
@@ -300,10 +258,12 @@ def _parsed(header: bytes) -> Packed:
         entries.append(entry)
     if not reader.finished():
         raise FormatError("its header is longer than what it describes")
-    return Packed(entries, graph)
+    if extra > len(entries):
+        raise FormatError(f"its graph claims {extra} of its {len(entries)} tensors")
+    return Packed(entries, graph, extra)
 
 
-def _parsed_entry(reader: _Reader, earlier: list[Entry]) -> Entry:
+def _parsed_entry(reader: Reader, earlier: list[Entry]) -> Entry:
     name = reader.line()
     kind = reader.byte()
     form, dtype = Form(kind & 3), kind >> 2
