@@ -52,7 +52,13 @@ def sparse_tensor(shape: tuple[int, ...], density: float) -> torch.Tensor:
 def small_model() -> nn.Module:
     """A pruned network with convolutions, batch normalisation and buffers of integers."""
     model = nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 20), nn.ReLU(), nn.Linear(20, 4)
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 36, 20),
+        nn.ReLU(),
+        nn.Linear(20, 4),
     )
     with torch.no_grad():
         for layer in (model[0], model[4], model[6]):
@@ -101,20 +107,20 @@ def test_both_coders_write_the_same_bytes_and_read_each_other(items, text):
     for kind in (NativeCoder, PythonCoder):
         with closing(kind()) as coder:
             coder.prime(b"what both know")
-            coder.bytes(bytearray(text))
+            coder.code_bytes(bytearray(text))
             for values, *how in items:
-                coder.matrix(values.copy(), *how)
+                coder.code_matrix(values.copy(), *how)
             written.append(coder.finish())
     assert written[0] == written[1]
     for kind in (NativeCoder, PythonCoder):
         with closing(kind(written[0])) as coder:
             coder.prime(b"what both know")
             read = bytearray(len(text))
-            coder.bytes(read)
+            coder.code_bytes(read)
             assert read == text
             for values, *how in items:
                 decoded = np.zeros_like(values)
-                coder.matrix(decoded, *how)
+                coder.code_matrix(decoded, *how)
                 np.testing.assert_array_equal(decoded, values)
 
 
@@ -123,11 +129,11 @@ def test_carries_run_through_many_bytes():
     data = [bytearray([255] * 300 + [tail]) for tail in (0, 1, 254)]
     for text in data:
         with closing(PythonCoder()) as coder:
-            coder.bytes(bytearray(text))
+            coder.code_bytes(bytearray(text))
             written = coder.finish()
         with closing(PythonCoder(written)) as decoder:
             read = bytearray(len(text))
-            decoder.bytes(read)
+            decoder.code_bytes(read)
         assert read == text
 
 
@@ -136,7 +142,7 @@ def test_coder_is_near_the_entropy_of_its_model(kind):
     """The account sums −log₂ of the probabilities, which is what an ideal coder would write."""
     values = sparse_tensor((60, 90), 0.1).numpy().view(np.int32)
     with closing(kind()) as coder:
-        coder.matrix(np.ascontiguousarray(values), 0, 0, None, 23)
+        coder.code_matrix(np.ascontiguousarray(values), 0, 0, None, 23)
         ideal, size = sum(coder.account()) / 8, len(coder.finish())
     assert ideal * 0.999 < size < ideal * 1.005 + 2
 
@@ -146,7 +152,7 @@ def test_decoder_stops_when_the_bytes_cannot_hold_what_is_asked(kind):
     values = np.zeros((4000, 4000), dtype=np.int32)
     started = time.perf_counter()
     with closing(kind(b"")) as coder, pytest.raises(FormatError, match="promises"):
-        coder.matrix(values, 0, 0, None, 0)
+        coder.code_matrix(values, 0, 0, None, 0)
     assert time.perf_counter() - started < 20
 
 
@@ -170,7 +176,9 @@ def states(draw):
         state[f"{draw(st.sampled_from(['fc', 'конв', '0']))}{i}.weight"] = values.to(dtype)
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
         if draw(st.booleans()):
-            state[f"buffer.{dtype}"] = torch.randint(0, 2, tuple(draw(st.lists(st.integers(0, 3), max_size=2)))).to(dtype)
+            state[f"buffer.{dtype}"] = torch.randint(0, 2, tuple(draw(st.lists(st.integers(0, 3), max_size=2)))).to(
+                dtype
+            )
     return state
 
 
@@ -410,7 +418,10 @@ def survives(data: bytes) -> str:
         state = pack.unpack(data)
     except FormatError:
         return "refused"
-    assert sum(tensor.numel() for tensor in state.values()) * 4 <= container.FREE_BYTES + len(data) * container.MOST_PER_BYTE
+    assert (
+        sum(tensor.numel() for tensor in state.values()) * 4
+        <= container.FREE_BYTES + len(data) * container.MOST_PER_BYTE
+    )
     return "read"
 
 
@@ -436,8 +447,8 @@ def header_file(header: bytes) -> bytes:
     """A file with this header and nothing after it."""
     with closing(PythonCoder()) as coder:
         coder.prime(container.PRIME)
-        coder.bytes(bytearray([len(header)]))
-        coder.bytes(bytearray(header))
+        coder.code_bytes(bytearray([len(header)]))
+        coder.code_bytes(bytearray(header))
         return sealed(coder.finish())
 
 
@@ -474,7 +485,7 @@ def test_a_header_of_impossible_length_is_refused():
         with closing(PythonCoder()) as coder:
             coder.prime(container.PRIME)
             for byte in length:
-                coder.bytes(bytearray([byte]))
+                coder.code_bytes(bytearray([byte]))
             content = coder.finish()
         with pytest.raises(FormatError, match=message):
             pack.unpack(sealed(content))

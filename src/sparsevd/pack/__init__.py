@@ -1,21 +1,20 @@
 """Pruned means smaller: a model as one small file, quantised if wished and entropy-coded. No pickle.
 
-    sparsevd.save(pruned, "lenet.spvd", example=x)                   # every number that can matter, bit for bit
-    sparsevd.save(model, "lenet.spvd", example=x, precision="posterior")  # a Sparse VD model: precision from its σ
-    network = sparsevd.load("lenet.spvd")                            # plain torch, without any class of yours or ours
-    sparsevd.load("lenet.spvd", into=my_model)                       # any architecture, with or without `example`
+sparsevd.save(pruned, "lenet.spvd", example=x)                   # every number that can matter, bit for bit
+sparsevd.save(model, "lenet.spvd", example=x, precision="posterior")  # a Sparse VD model: precision from its σ
+network = sparsevd.load("lenet.spvd")                            # plain torch, without any class of yours or ours
+sparsevd.load("lenet.spvd", into=my_model)                       # any architecture, with or without `example`
 """
 
 from pathlib import Path
 from typing import overload
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from sparsevd import atomic
 from sparsevd.convert import prune
-from sparsevd.errors import ArgumentError, FormatError
+from sparsevd.errors import FormatError
 from sparsevd.graph import Graph, capture, to_module
 from sparsevd.layers import SparseLayer
 from sparsevd.pack.container import Entry, Form, Packed, decode, encode
@@ -129,7 +128,7 @@ def _tensors(entries: list[Entry]) -> dict[str, Tensor]:
 
 
 def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:
-    """Put to zero what cannot matter once the numbers are rounded: the weights and the bias of units that nothing reads."""
+    """Put to zero what cannot matter once the numbers are rounded: weights and bias of units that nothing reads."""
     tensors = _tensors(entries)
     masks = relevant(Graph(graph.nodes, {name: tensors[name] for name in graph.constants}, graph.outputs))
     shared = {entry.alias for entry in entries if entry.form == Form.ALIAS}

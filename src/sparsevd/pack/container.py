@@ -2,8 +2,8 @@
 
     "SPVD", version, CRC-32 of all other bytes, stream
 
-Whatever the file says is checked before memory is taken for it: numbers of decisions are bounded by the bytes there are,
-and tensors by a fixed allowance plus a fixed ratio to the size of the file, up to which the encoder pads.
+Whatever the file says is checked before memory is taken for it. The number of decisions is bounded by the bytes there
+are, the size of the tensors by an allowance for each byte, which the encoder pads up to where that is needed.
 """
 
 import math
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sparsevd.errors import FormatError
 from sparsevd.pack.fields import Reader, varint
 from sparsevd.pack.native import Coder, coder
+from sparsevd.pack.prime import PRIME
 from sparsevd.pack.symbols import INTEGERS, Matrix
 
 MAGIC = b"SPVD"
@@ -30,13 +31,6 @@ FREE_HEADER, HEADER_PER_BYTE = 1 << 16, 1 << 6  # the same for the header
 
 DTYPE_SIZES = (4, 2, 2, 8, 8, 4, 2, 1, 1, 1)  # in bytes, of the types in `quantise.DTYPES`
 FLOATS = (0, 1, 2)  # those that FLOAT and GRID can hold
-
-# Both sides learn these bytes before the header: names of parameters as they usually are. Part of the format.
-PRIME = (
-    b"fc1.weight\nfc1.bias\nfc2.weight\nfc2.bias\nfc3.weight\nfc3.bias\nconv1.weight\nconv1.bias\nconv2.weight\n"
-    b"features.0.weight\nfeatures.0.bias\nlayer1.0.conv1.weight\nlayer1.0.bn1.weight\nlayer1.0.bn1.bias\n"
-    b"layer1.0.bn1.running_mean\nlayer1.0.bn1.running_var\nlayer1.0.bn1.num_batches_tracked\n0.weight\n0.bias\n"
-)
 
 
 class Form(IntEnum):
@@ -50,7 +44,7 @@ class Form(IntEnum):
 
 @dataclass
 class Entry:
-    """One tensor of the file. `values` are a matrix for FLOAT (float32 bits) and GRID, bytes for RAW, None for ALIAS."""
+    """One tensor of the file. `values` are a matrix for FLOAT (as float32 bits) and GRID, bytes for RAW."""
 
     name: str
     dtype: int  # its place in `quantise.DTYPES`
@@ -100,8 +94,8 @@ def encode(packed: Packed, choose_widths: bool = True) -> bytes:
     with closing(coder()) as stream:
         stream.prime(PRIME)
         for byte in varint(len(header)):  # one by one, as a reader must take them
-            stream.bytes(bytearray([byte]))
-        stream.bytes(bytearray(header))
+            stream.code_bytes(bytearray([byte]))
+        stream.code_bytes(bytearray(header))
         packed.header_bits = sum(stream.account())
         for entry, plane, hint in _with_context(packed.entries):
             before = stream.account()
@@ -133,7 +127,7 @@ def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None) 
         if size > FREE_HEADER + HEADER_PER_BYTE * len(content):
             raise FormatError(f"its header claims {size:,} bytes")
         header = bytearray(size)
-        stream.bytes(header)
+        stream.code_bytes(header)
         packed = _parsed(bytes(header))
         if _dense_bytes(packed.entries) > FREE_BYTES + MOST_PER_BYTE * len(content):
             raise FormatError(f"its {len(data):,} bytes claim to hold {_dense_bytes(packed.entries):,}")
@@ -180,10 +174,12 @@ def _with_context(entries: list[Entry]) -> Iterator[tuple[Entry, int, Matrix | N
 def _code(stream: Coder, entry: Entry, plane: int, hint: Matrix | None) -> None:
     if entry.form == Form.RAW:
         assert isinstance(entry.values, bytearray)
-        stream.bytes(entry.values)
+        stream.code_bytes(entry.values)
     elif entry.form != Form.ALIAS:
         assert isinstance(entry.values, np.ndarray)
-        stream.matrix(entry.values, entry.width, plane, hint, entry.mantissa if entry.form == Form.FLOAT else INTEGERS)
+        stream.code_matrix(
+            entry.values, entry.width, plane, hint, entry.mantissa if entry.form == Form.FLOAT else INTEGERS
+        )
 
 
 def _best_width(entry: Entry, plane: int, hint: Matrix | None) -> int:
@@ -205,7 +201,7 @@ def _best_width(entry: Entry, plane: int, hint: Matrix | None) -> int:
     costs = {}
     for width in [candidates[0], *(peak + 2 for peak in candidates[1:])]:
         with closing(coder()) as stream:
-            stream.matrix(sample, width, plane, hint, entry.mantissa if entry.form == Form.FLOAT else INTEGERS)
+            stream.code_matrix(sample, width, plane, hint, entry.mantissa if entry.form == Form.FLOAT else INTEGERS)
             costs[width] = sum(stream.account())
     return min(costs, key=lambda width: (costs[width], width))
 
@@ -214,7 +210,7 @@ def _decoded_varint(stream: Coder) -> int:
     value = shift = 0
     while True:
         byte = bytearray(1)
-        stream.bytes(byte)
+        stream.code_bytes(byte)
         value |= (byte[0] & 127) << shift
         shift += 7
         if byte[0] < 128:

@@ -17,8 +17,8 @@ class Coder(Protocol):
     """The four things a file is made of; a decoder fills what it is given."""
 
     def prime(self, known: bytes) -> None: ...
-    def bytes(self, data: bytearray) -> None: ...
-    def matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None: ...
+    def code_bytes(self, data: bytearray) -> None: ...
+    def code_matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None: ...
     def account(self) -> tuple[float, float]: ...
     def finish(self) -> bytes: ...
     def close(self) -> None: ...
@@ -59,6 +59,13 @@ def _prices() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return np.asarray(-np.log2((np.arange(4096) + 0.5) / 4096), dtype=np.float32)
 
 
+def _checked(array: Matrix) -> Matrix:
+    """What C takes: int32 in one piece."""
+    assert array.dtype == np.int32
+    assert array.flags.c_contiguous
+    return array
+
+
 class NativeCoder:
     """The coder in C. It holds memory of its own until `close`."""
 
@@ -81,13 +88,14 @@ class NativeCoder:
         copy = ctypes.create_string_buffer(known, len(known))
         self._library.sparsevd_pack_prime(self._state, copy, len(known))
 
-    def bytes(self, data: bytearray) -> None:
+    def code_bytes(self, data: bytearray) -> None:
         view = (ctypes.c_char * len(data)).from_buffer(data)
         self._check(self._library.sparsevd_pack_bytes(self._state, view, len(data)))
 
-    def matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None:
-        assert values.dtype == np.int32 and values.flags.c_contiguous
-        assert hint is None or (hint.dtype == np.int32 and hint.flags.c_contiguous and len(hint) == values.shape[1])
+    def code_matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None:
+        values = _checked(values)
+        if hint is not None:
+            assert len(_checked(hint)) == values.shape[1]
         pointer = None if hint is None else hint.ctypes.data
         self._check(
             self._library.sparsevd_pack_matrix(
@@ -100,7 +108,7 @@ class NativeCoder:
         self._library.sparsevd_pack_account(self._state, bits)
         return bits[0], bits[1]
 
-    def finish(self) -> "bytes":
+    def finish(self) -> bytes:
         size = self._library.sparsevd_pack_finish(self._state)
         if size < 0:
             raise WriteError("the model could not be coded: no memory")

@@ -147,7 +147,9 @@ def _exact(name: str, dtype: int, tensor: Tensor, numbers: np.ndarray[tuple[int,
     used = int(np.bitwise_or.reduce(bits, axis=None)) & 0x7FFFFF if bits.size else 0
     entry.mantissa = 23 - ((used & -used).bit_length() - 1) if used else 0
     entry.values = bits
-    if dtype and not _same_bytes(tensor, tensor_of(entry)):  # a NaN of a half type may not survive the way there and back
+    if dtype and not _same_bytes(
+        tensor, tensor_of(entry)
+    ):  # a NaN of a half type may not survive the way there and back
         return Entry(name, dtype, tuple(tensor.shape), Form.RAW, values=_raw(tensor))
     return entry
 
@@ -172,5 +174,5 @@ def _rounded(
 
 def _upper_half(step: float) -> int:
     """The nearest float32 of which the lower 16 bits are zero, as its upper 16 bits."""
-    (bits,) = np.array([step], dtype=np.float32).view(np.uint32).tolist()
+    bits = int(np.array([step], dtype=np.float32).view(np.uint32)[0])
     return min(bits + 0x8000 >> 16, 0x7F7F)

@@ -5,7 +5,7 @@ What is not known in detail counts as needing everything.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch import Tensor
 from sparsevd.graph import Graph, Node
 
 # Each output element depends on the input element in the same place only.
-_ELEMENTWISE = frozenset(
-    "relu leaky_relu elu selu gelu silu mish hardswish hardsigmoid softplus sigmoid tanh clamp exp log sqrt rsqrt abs neg "
-    "erf pow cast add sub mul div maximum minimum".split()
+_ELEMENTWISE = (
+    *("relu", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus", "sigmoid"),
+    *("tanh", "clamp", "exp", "log", "sqrt", "rsqrt", "abs", "neg", "erf", "pow", "cast"),
+    *("add", "sub", "mul", "div", "maximum", "minimum"),
 )
 
 
@@ -46,7 +47,7 @@ def relevant(graph: Graph) -> dict[str, Tensor]:
     return {name: needed[name] for name in graph.constants}
 
 
-_Masks = list[Tensor | None] | None
+_Masks = Sequence[Tensor | None] | None
 _Rule = Callable[[Node, Tensor, Graph, dict[str, tuple[int, ...]]], _Masks]
 
 
@@ -68,7 +69,7 @@ def _linear(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tuple[in
         return None
     units = _units(wanted, -1)
     reads = units.unsqueeze(1) & (graph.constants[weight] != 0)
-    masks: _Masks = [_spread(reads.any(dim=0), shapes[source], -1), units.unsqueeze(1).expand(reads.shape), units]
+    masks = (_spread(reads.any(dim=0), shapes[source], -1), units.unsqueeze(1).expand(reads.shape), units)
     return masks[: len(node.inputs)]
 
 
@@ -83,7 +84,7 @@ def _conv(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tuple[int,
     if node.attributes["groups"] == 1:
         reads = (rows & (kernel != 0)).transpose(0, 1).flatten(1).any(dim=1)
         channels = _spread(reads, shapes[source], 0)
-    masks: _Masks = [channels, rows.expand(kernel.shape), units]
+    masks = (channels, rows.expand(kernel.shape), units)
     return masks[: len(node.inputs)]
 
 
@@ -112,7 +113,7 @@ def _concat(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tuple[in
     axis = node.attributes["axis"]
     if not isinstance(axis, int) or axis < 1 or any(name not in shapes for name in node.inputs):
         return None
-    return list(wanted.split([shapes[name][axis - 1] for name in node.inputs], dim=axis - 1))
+    return torch.split(wanted, [shapes[name][axis - 1] for name in node.inputs], dim=axis - 1)  # type: ignore[no-untyped-call,no-any-return]
 
 
 _RULES: dict[str, _Rule] = {

@@ -1,4 +1,4 @@
-"""How bytes and matrices become binary decisions, in Python; `kernels/pack.c` is the same in C, and docs/format.md says it.
+"""How bytes and matrices become binary decisions, in Python; `kernels/pack.c` is the same in C. See docs/format.md.
 
 A matrix is told as: which rows and columns hold anything, then for each place where both do whether there is a number,
 and the number: sign, exponent, mantissa. The contexts are what Sparse VD leaves behind: dead rows and columns,
@@ -47,7 +47,7 @@ class PythonCoder:
     def prime(self, known: bytes) -> None:
         """Learn from bytes that both sides know."""
         decoding, self._coder.decoding, self._coder.priming = self._coder.decoding, False, True
-        self.bytes(bytearray(known))
+        self.code_bytes(bytearray(known))
         self._coder.decoding, self._coder.priming = decoding, False
 
     def finish(self) -> bytes:
@@ -57,7 +57,7 @@ class PythonCoder:
         """Bits spent so far: on positions, and on values and bytes."""
         return self._spent[0], self._coder.bits - self._spent[0]
 
-    def bytes(self, data: bytearray) -> None:
+    def code_bytes(self, data: bytearray) -> None:
         """Bytes, predicted by the two before them."""
         before = 0
         for i, byte in enumerate(data):
@@ -73,7 +73,7 @@ class PythonCoder:
             data[i] = node & 255
             before = before << 8 & 0xFFFFFFFF | data[i]
 
-    def matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None:
+    def code_matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None:
         """A matrix of integers, or of float32 bits whose last 23 − `mantissa` bits are zero.
 
         width, plane: how many columns back the places above and behind are, or 0; hint: for each column, how many
@@ -142,13 +142,11 @@ class PythonCoder:
                     count[c] += row[c] != 0
         self._spent[0] += self._coder.bits - before
 
-    def _alive(
-        self, values: Matrix, width: int, plane: int, hints: list[int] | None
-    ) -> tuple[list[int], list[int]]:
+    def _alive(self, values: Matrix, width: int, plane: int, hints: list[int] | None) -> tuple[list[int], list[int]]:
         """Which rows and columns hold anything."""
         code = self._coder.code_bit
-        rows = [int(lives) for lives in values.any(axis=1)]
-        columns = [int(lives) for lives in values.any(axis=0)]
+        rows = np.count_nonzero(values, axis=1).clip(max=1).tolist()
+        columns = np.count_nonzero(values, axis=0).clip(max=1).tolist()
         for r, lives in enumerate(rows):
             context = ROWS_AT + (rows[r - 1] if r > 0 else 0) + 2 * (rows[r - 2] if r > 1 else 0)
             rows[r] = code(lives, ROW_MIXER, (context,))
@@ -166,9 +164,7 @@ class PythonCoder:
             columns[c] = code(lives, COLUMN_MIXER, contexts)
         return rows, columns
 
-    def _integer(
-        self, value: int, signs: tuple[int, int], row_exponent: int, column_exponent: int
-    ) -> tuple[int, int]:
+    def _integer(self, value: int, signs: tuple[int, int], row_exponent: int, column_exponent: int) -> tuple[int, int]:
         """Sign, the exponent in unary, and what follows the first bit."""
         code = self._coder.code_bit
         magnitude = abs(value)
