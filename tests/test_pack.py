@@ -1,10 +1,12 @@
 """The model file: round trips, the two coders against each other, and files that are not what they should be."""
 
+import functools
 import math
 import subprocess
 import time
 import zlib
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sparsevd
-from sparsevd import kernels, pack
+from sparsevd import kernels, models, pack
 from sparsevd.errors import ArgumentError, FormatError, WriteError
 from sparsevd.pack import container, native
 from sparsevd.pack.container import FRAME, MAGIC, VERSION
@@ -397,6 +399,124 @@ def test_files_of_today_are_read_tomorrow():
     """A file as format 1 is; if this fails, the format has changed and needs another number."""
     found = pack.unpack(bytes.fromhex(GOLDEN))
     assert found["conv1.weight"].shape == (2, 1, 2, 2)
+
+
+# The graph in the file
+
+
+class Grouped(nn.Module):
+    """A branching network: convolutions in groups, a way around, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.fc1, self.fc2 = nn.Linear(8 * 9, 12), nn.Linear(24, 3)
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.relu(self.norm(self.conv1(x)))
+        x = torch.nn.functional.avg_pool2d(x + self.conv2(x), 2)
+        y = self.fc1(x.flatten(1))
+        return self.fc2(torch.cat([torch.relu(y), torch.tanh(y)], 1)), y * self.scale + 0.5
+
+
+def grouped() -> nn.Module:
+    model = Grouped()
+    with torch.no_grad():
+        for layer in (model.conv1, model.conv2, model.fc1, model.fc2):
+            layer.weight.copy_(sparse_tensor(tuple(layer.weight.shape), 0.4))
+        model(torch.randn(20, 2, 6, 6))
+    return model.eval()
+
+
+def outputs(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = model(x)
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(small_model, (1, 8, 8)), (grouped, (2, 6, 6))])
+def test_the_network_comes_back_without_its_class(make, shape, tmp_path):
+    model = make()
+    example = torch.randn(2, *shape)
+    sparsevd.save(model, tmp_path / "model.spvd", example=example)
+    again = sparsevd.load(tmp_path / "model.spvd")
+    x = torch.randn(7, *shape)
+    for ours, theirs in zip(outputs(again, x), outputs(model, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    other = make()
+    sparsevd.load(tmp_path / "model.spvd", into=other)  # with a graph or without, `into` serves as well
+    for ours, theirs in zip(outputs(other, x), outputs(model, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_lenet_5_comes_back():
+    model = models.lenet_5_caffe().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(torch.rand_like(parameter) < 0.05)
+    x = torch.rand(3, 1, 28, 28)
+    again = pack.rebuild(pack.pack(model, example=x)[0])
+    torch.testing.assert_close(outputs(again, x), outputs(model, x), rtol=1e-5, atol=1e-6)
+    assert set(again.state_dict()) <= set(model.state_dict())
+
+
+def test_what_nothing_reads_is_not_stored():
+    """Unit 3 of the first layer has no reader: its weights and its bias cost nothing, and nothing changes."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[3].weight[:, 3] = 0
+    x = torch.randn(5, 3, 4)
+    data, packed = pack.pack(model, example=x)
+    found = pack.unpack(data)
+    assert not found["1.weight"][3].any()
+    assert found["1.bias"][3] == 0
+    kept = [i for i in range(8) if i != 3]
+    assert same_bits(found["1.weight"][kept], model[1].weight[kept])
+    torch.testing.assert_close(outputs(pack.rebuild(data), x), outputs(model, x), rtol=0, atol=0)
+    assert len(data) < len(pack.pack(model)[0]) - 12 * 2 + len(packed.graph)
+
+
+def test_a_posterior_file_with_its_graph():
+    model = trained_posterior()
+    x = torch.randn(4, 30)
+    again = pack.rebuild(pack.pack(model, example=x, precision=pack.Posterior(0.01))[0])
+    torch.testing.assert_close(outputs(again, x), outputs(model.eval(), x), rtol=0.02, atol=0.02)
+
+
+def test_without_a_graph_load_asks_for_a_model(tmp_path):
+    sparsevd.save(small_model(), tmp_path / "model.spvd")
+    with pytest.raises(FormatError, match="into=model"):
+        sparsevd.load(tmp_path / "model.spvd")
+
+
+def test_names_that_are_code_are_refused():
+    """torch.fx writes names into the code it makes, so a name must be plain words."""
+    packed = replace(with_graph(), entries=[replace(entry) for entry in with_graph().entries])
+    packed.entries[0].name = 'x") or print("hello'
+    with pytest.raises(FormatError, match="plain words"):
+        pack.rebuild(container.encode(packed))
+
+
+@functools.cache
+def with_graph() -> container.Packed:
+    torch.manual_seed(0)
+    return pack.pack(small_model(), example=torch.zeros(1, 1, 8, 8), precision=2)[1]
+
+
+@quick
+@given(st.data())
+def test_damaged_graphs_never_crash(data):
+    packed = replace(with_graph())
+    changed = bytearray(packed.graph)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    packed.graph = bytes(changed[: data.draw(st.integers(0, len(changed)))])
+    packed.extra = data.draw(st.integers(0, 1))
+    with suppress(FormatError):
+        pack.rebuild(container.encode(packed, choose_widths=False))
 
 
 # Damaged and hostile files

@@ -35,6 +35,7 @@ ORDER = [
     "data",
     "run",
     "checkpoint_info",
+    "compress",
     "linear_model",
     "cli",
 ]

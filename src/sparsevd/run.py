@@ -71,10 +71,10 @@ class RunResult:
 def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     """Train, prune, evaluate and write everything down."""
     _check_folder(config)
-    train, val, test, classes = _load_data(config)
+    train, val, test, classes = load_data(config)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)
-        dense = _build_model(config.model, classes)
+        dense = build_model(config.model, classes)
         if config.init_from:
             load_weights(dense, config.init_from)
         _try_one_batch(dense, train, config)
@@ -171,7 +171,7 @@ def _try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
             module.training = training
 
 
-def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
+def load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
     """Training, validation and test data, and the number of classes (10 where the labels do not say)."""
     if ":" in config.data:
         parts = load_object(config.data)()
@@ -199,7 +199,8 @@ def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
     return (x[kept], y[kept]), (x[held_out], y[held_out]), test, classes
 
 
-def _build_model(name: str, classes: int) -> nn.Module:
+def build_model(name: str, classes: int) -> nn.Module:
+    """A network of the paper by name, or what package.module:factory returns."""
     if ":" in name:
         model = load_object(name)()
         if not isinstance(model, nn.Module):

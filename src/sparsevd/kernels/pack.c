@@ -348,10 +348,11 @@ static void code_row(struct pack *s, int32_t *row, struct columns *columns, ptrd
     at.left = left ? row[c - 1] : 0, at.above = above ? row[c - width] : 0, at.behind = behind ? row[c - plane] : 0;
     at.column_sign = columns->sign[c];
     at.column_exponent = columns->exponent[c];
-    row[c] = mantissa < 0 ? code_integer(s, row[c], &at) : code_float(s, row[c], &at, mantissa);
+    int32_t value = mantissa < 0 ? code_integer(s, row[c], &at) : code_float(s, row[c], &at, mantissa);
     s->account = &s->positions;
-    *there = row[c] != 0;
-    columns->sign[c] = (uint8_t)sign_of(row[c]);
+    if (s->decoding) row[c] = value; /* an encoder's memory may be read-only */
+    *there = value != 0;
+    columns->sign[c] = (uint8_t)sign_of(value);
     columns->exponent[c] = (uint8_t)at.row_exponent;
   }
   for (ptrdiff_t i = 0; i < columns->n_alive; i++) {

@@ -47,18 +47,23 @@ def save(
 
 
 def pack(
-    model: nn.Module, *, example: Example | None = None, precision: Precision = "lossless"
+    model: nn.Module,
+    *,
+    example: Example | None = None,
+    precision: Precision = "lossless",
+    graph: Graph | None = None,
 ) -> tuple[bytes, Packed]:
-    """The bytes of the file that `save` writes, and what its parts cost."""
+    """The bytes of the file that `save` writes, and what its parts cost. `graph` saves capturing it from `example`."""
     precision = checked(precision)
     steps = posterior_steps(model, precision) if isinstance(precision, Posterior) else {}
     if any(isinstance(module, SparseLayer) for module in model.modules()):
         model = prune(model)
     state = dict(model.state_dict())
-    if example is None:
+    if graph is None and example is not None:
+        graph = capture(model, example)
+    if graph is None:
         packed = Packed(entries_of(state, precision, steps))
     else:
-        graph = capture(model, example)
         extra = {name: tensor for name, tensor in graph.constants.items() if name not in state}
         packed = Packed(entries_of(state | extra, precision, steps), extra=len(extra))
         packed.graph = described(graph, [entry.name for entry in packed.entries])

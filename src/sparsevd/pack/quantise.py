@@ -147,9 +147,8 @@ def _exact(name: str, dtype: int, tensor: Tensor, numbers: np.ndarray[tuple[int,
     used = int(np.bitwise_or.reduce(bits, axis=None)) & 0x7FFFFF if bits.size else 0
     entry.mantissa = 23 - ((used & -used).bit_length() - 1) if used else 0
     entry.values = bits
-    if dtype and not _same_bytes(
-        tensor, tensor_of(entry)
-    ):  # a NaN of a half type may not survive the way there and back
+    # A NaN of a half type need not survive the conversion.
+    if dtype and not _same_bytes(tensor, tensor_of(entry)):
         return Entry(name, dtype, tuple(tensor.shape), Form.RAW, values=_raw(tensor))
     return entry
 

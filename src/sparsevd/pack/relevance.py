@@ -113,7 +113,7 @@ def _concat(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tuple[in
     axis = node.attributes["axis"]
     if not isinstance(axis, int) or axis < 1 or any(name not in shapes for name in node.inputs):
         return None
-    return torch.split(wanted, [shapes[name][axis - 1] for name in node.inputs], dim=axis - 1)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.split(wanted, [shapes[name][axis - 1] for name in node.inputs], dim=axis - 1)
 
 
 _RULES: dict[str, _Rule] = {

@@ -136,7 +136,8 @@ class PythonCoder:
                     row[c], row_exponent = self._float(row[c], signs, row_exponent, mantissa)
                 column_sign[c], column_exponent[c] = _sign(row[c]), row_exponent
                 before = self._coder.bits
-            values[r] = row
+            if self._coder.decoding:  # an encoder's memory may be read-only
+                values[r] = row
             if not vector:
                 for c in alive:
                     count[c] += row[c] != 0
