@@ -15,16 +15,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsevd import atomic, pack
-from sparsevd.batches import Data, batches
+from sparsevd.batches import Data, batches, size
 from sparsevd.checkpoint import Checkpoint, load_weights, read_tensors, write_tensors
 from sparsevd.convert import prune, sparsify
 from sparsevd.errors import ArgumentError, CheckpointError, GraphError
 from sparsevd.evaluate import Evaluation, evaluate
-from sparsevd.fit import FitConfig
 from sparsevd.graph import Graph, capture
 from sparsevd.layers import SparseLayer
 from sparsevd.pack.container import FRAME, Packed
-from sparsevd.run import SUMMARY, RunConfig, build_model, load_data
+from sparsevd.run import SUMMARY, RunConfig, build_model, load_data, split
 from sparsevd.run_folder import CHECKPOINT
 
 # In units of σ; the search goes up to the first that costs too much.
@@ -118,8 +117,7 @@ def compress(config: CompressConfig) -> Compression:
         raise ArgumentError(f"--max-error-increase {config.max_error_increase} must be zero or more")
     path = config.checkpoint / CHECKPOINT if config.checkpoint.is_dir() else config.checkpoint
     model_name, data_name, seed = _origin(config, path)
-    run = RunConfig(data=data_name, data_dir=config.data_dir, val_size=config.val_size, fit=FitConfig(seed=seed))
-    train, held_out, test, classes = load_data(run)
+    train, _, test, classes = load_data(RunConfig(data=data_name, data_dir=config.data_dir))
     model = _model(path, build_model(model_name, classes))
     pruned = prune(model) if _is_sparse(model) else model
     example, _ = next(batches(train, 2, shuffle=False))
@@ -127,7 +125,7 @@ def compress(config: CompressConfig) -> Compression:
 
     steps = None
     if precision == "posterior":
-        assert held_out is not None
+        _, held_out = split(train, min(config.val_size, size(train, "train") // 2), seed)
         chosen = _coarsest(model, pruned, graph, held_out, config.max_error_increase)
         precision, steps = chosen, chosen.steps
     data, packed = pack.pack(model, precision=precision, graph=graph)

@@ -189,14 +189,20 @@ def load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
         classes = int(labels.max()) + 1 if labels is not None and integers else 10
     if config.val_size == 0:
         return train, None, test, classes
+    train, val = split(train, config.val_size, config.fit.seed)
+    return train, val, test, classes
+
+
+def split(train: Data, val_size: int, seed: int) -> tuple[data.Pair, data.Pair]:
+    """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
     if not isinstance(train, tuple):
         raise ArgumentError("a validation split needs the training data as a pair of tensors (x, y)")
     x, y = train
-    if not 0 < config.val_size < len(x):
-        raise ArgumentError(f"{config.val_size} validation examples out of {len(x)} leave nothing to train on")
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(config.fit.seed))
-    held_out, kept = order[: config.val_size], order[config.val_size :]
-    return (x[kept], y[kept]), (x[held_out], y[held_out]), test, classes
+    if not 0 < val_size < len(x):
+        raise ArgumentError(f"{val_size} validation examples out of {len(x)} leave nothing to train on")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    held_out, kept = order[:val_size], order[val_size:]
+    return (x[kept], y[kept]), (x[held_out], y[held_out])
 
 
 def build_model(name: str, classes: int) -> nn.Module:
