@@ -399,6 +399,12 @@ void sparsevd_pack_prime(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
   s->priming = 0, s->decoding = decoding;
 }
 
+/* Know all that another has learned. */
+void sparsevd_pack_learn_from(struct pack *s, const struct pack *other) {
+  memcpy(s->counters, other->counters, sizeof s->counters);
+  memcpy(s->mixers, other->mixers, sizeof s->mixers);
+}
+
 /* An encoder when data is null, else a decoder of it, which must stay in place. Null when there is no memory. */
 struct pack *sparsevd_pack_open(const uint8_t *data, ptrdiff_t length, const float *price) {
   struct pack *s = calloc(1, sizeof *s);

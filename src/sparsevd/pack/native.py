@@ -38,6 +38,7 @@ def _library() -> ctypes.CDLL | None:
         signatures = {
             "open": ([_POINTER, _SIZE, _POINTER], _POINTER),
             "prime": ([_POINTER, _POINTER, _SIZE], None),
+            "learn_from": ([_POINTER, _POINTER], None),
             "bytes": ([_POINTER, _POINTER, _SIZE], ctypes.c_int),
             "matrix": ([_POINTER, _POINTER, *[_SIZE] * 4, _POINTER, ctypes.c_int], ctypes.c_int),
             "account": ([_POINTER, _POINTER], None),
@@ -85,8 +86,7 @@ class NativeCoder:
             self._state = None
 
     def prime(self, known: bytes) -> None:
-        copy = ctypes.create_string_buffer(known, len(known))
-        self._library.sparsevd_pack_prime(self._state, copy, len(known))
+        self._library.sparsevd_pack_learn_from(self._state, _primed(known)._state)
 
     def code_bytes(self, data: bytearray) -> None:
         view = (ctypes.c_char * len(data)).from_buffer(data)
@@ -114,8 +114,20 @@ class NativeCoder:
             raise WriteError("the model could not be coded: no memory")
         return ctypes.string_at(self._library.sparsevd_pack_written(self._state), size) if size else b""
 
+    def learn(self, known: bytes) -> "NativeCoder":
+        """Learn from bytes, one by one; `prime` has what was learned before."""
+        copy = ctypes.create_string_buffer(known, len(known))
+        self._library.sparsevd_pack_prime(self._state, copy, len(known))
+        return self
+
     def _check(self, failed: int) -> None:
         if failed and self._data is None:
             raise WriteError("the model could not be coded: no memory, or a number beyond 2³⁰ steps")
         if failed:
             raise FormatError("it promises more or larger numbers than its bytes can hold")
+
+
+@functools.cache
+def _primed(known: bytes) -> NativeCoder:
+    """A coder that knows these bytes, kept: learning them anew would take longer than reading a small file."""
+    return NativeCoder().learn(known)
