@@ -2,13 +2,14 @@
 
     python experiments/file_size.py runs/lenet-300-100-seed{0,1,2,3,4} [runs/lenet-5-caffe-seed0 ...]
 
-For every run folder: lossless against safetensors + zstd-19, the posterior at a range of steps, numbers of bits, and what
-`sparsevd compress` chooses (on examples of the training set). The error is that of the network read back from the bytes.
-The ablation takes one coding choice away at a time. Records go to results/file_size.json, one per folder; folders that
+For every run folder: lossless against safetensors + zstd-19, the posterior at a range of steps, numbers of bits, and
+what `sparsevd compress` chooses (on examples of the training set). The error is that of the network read back from the
+bytes. The ablation takes one coding choice away at a time. Records go to results/file_size.json, one per folder; folders that
 are there are not repeated; without folders the table is printed.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -25,7 +26,7 @@ import torch
 import sparsevd
 from sparsevd import compress, data, pack
 from sparsevd.compress import CompressConfig
-from sparsevd.pack import container, native, quantise
+from sparsevd.pack import container, native, quantise, symbols
 from sparsevd.pack.container import Form
 
 HERE = Path(__file__).parent
@@ -37,9 +38,9 @@ LIMITS = (0.02, 0.05, 0.1, 0.2)  # --max-error-increase
 
 def measure(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.safetensors"
-    name, data_name, seed = compress._origin(CompressConfig(path, path), path)
+    name, data_name, seed = compress.origin(CompressConfig(path, path), path)
     splits = data.load(data_name)
-    model = compress._model(path, compress.build_model(name, splits.classes))
+    model = compress.load_model(path, compress.build_model(name, splits.classes))
     pruned = sparsevd.prune(model)
     graph = sparsevd.capture(pruned, splits.test[0][:2])
 
@@ -49,7 +50,7 @@ def measure(folder: Path) -> dict[str, Any]:
         return {"bytes": len(packed), "error": result.error, "loss": result.loss}
 
     exact, parts = pack.pack(model, graph=graph)
-    zstd = compress._zstd_size(dict(pruned.state_dict()))
+    zstd = compress.zstd_size(dict(pruned.state_dict()))
     entropy = (parts.header_bits + sum(sum(entry.bits) for entry in parts.entries)) / 8 + container.FRAME
     record = {
         "run": folder.name,
@@ -80,11 +81,11 @@ def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
     whole, packed = pack.pack(model, precision=precision, graph=graph)
     results: dict[str, float] = {"whole": len(whole)}
     results["without the graph (dead biases stored)"] = len(pack.pack(model, precision=precision)[0])
+    results["without the layer before as hint"] = _one_by_one(packed, as_vectors=False)
+    results["without living rows and columns, nor hints"] = _one_by_one(packed, as_vectors=True)
     for entry in packed.entries:
         entry.width = 0
     results["without image neighbours"] = len(container.encode(packed, choose_widths=False))
-    results["without the layer before as hint"] = len(_encoded(packed, hints=False))
-    results["without living rows and columns"] = _one_by_one(packed)
     finer, quantise.BIAS_STEP = quantise.BIAS_STEP, 1.0
     results["biases as coarse as weights"] = len(pack.pack(model, precision=precision, graph=graph)[0])
     quantise.BIAS_STEP = finer
@@ -95,25 +96,14 @@ def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
     return results
 
 
-def _encoded(packed: container.Packed, hints: bool) -> bytes:
-    original = container._with_context
-    container._with_context = lambda entries: (
-        (e, plane, hint if hints else None) for e, plane, hint in original(entries)
-    )
-    try:
-        return container.encode(packed)
-    finally:
-        container._with_context = original
-
-
-def _one_by_one(packed: container.Packed) -> float:
-    """Every matrix as one long vector: each zero is coded, also in dead rows and columns."""
-    total = container.FRAME + packed.header_bits / 8
+def _one_by_one(packed: container.Packed, as_vectors: bool) -> float:
+    """Without hints; as vectors each zero is coded, also in dead rows and columns."""
     with closing(native.coder()) as stream:
-        for entry in packed.entries:
+        for entry, plane, _ in container.with_context(packed.entries):
             if isinstance(entry.values, np.ndarray):
-                stream.code_matrix(np.ascontiguousarray(entry.values.reshape(1, -1)), 0, 0, None, -1)
-        return total + len(stream.finish())
+                values = entry.values.reshape(1, -1) if as_vectors else entry.values
+                stream.code_matrix(np.ascontiguousarray(values), entry.width, plane, None, symbols.INTEGERS)
+        return container.FRAME + packed.header_bits / 8 + len(stream.finish())
 
 
 def _sorted_units(model: torch.nn.Module, graph: Any, precision: Any) -> float:
@@ -121,7 +111,7 @@ def _sorted_units(model: torch.nn.Module, graph: Any, precision: Any) -> float:
     packed = pack.pack(model, precision=precision, graph=graph)[1]
     layers = [entry for entry in packed.entries if len(entry.shape) == 2]
     biases = {entry.name: entry for entry in packed.entries if len(entry.shape) == 1}
-    for before, after in zip(layers, layers[1:], strict=False):
+    for before, after in itertools.pairwise(layers):
         if before.shape[0] != after.shape[1]:
             continue
         order = np.argsort(-np.count_nonzero(before.values, axis=1), kind="stable")
@@ -171,9 +161,8 @@ def table(records: list[dict[str, Any]]) -> None:
         for kind in ("posterior", "bits", "chosen"):
             for key in runs[0][kind]:
                 sizes, errors = ([r[kind][key][what] for r in runs] for what in ("bytes", "error"))
-                print(
-                    f"{kind:9} {key:>5}  {_mean(sizes)} bytes at {_mean(errors)} %  {list(zip(sizes, errors, strict=True))}"
-                )
+                each = " ".join(f"({size}, {error})" for size, error in zip(sizes, errors, strict=True))
+                print(f"{kind:9} {key:>5}  {_mean(sizes)} bytes at {_mean(errors)} %  {each}")
         for choice in runs[0]["ablation"]:
             print(f"ablation  {choice}: {_mean(r['ablation'][choice] for r in runs)}")
 

@@ -96,7 +96,7 @@ class Fuzzer:
         if kind < 0.5 and packed.graph:
             other = replace(packed, graph=self.changed(packed.graph, draw), extra=draw.choice((0, 0, 0, 1, 200)))
             return container.encode(other, choose_widths=False)
-        header = container._header(packed)
+        header = container.header_of(packed)
         return self.with_header(self.changed(header, draw), draw.randbytes(draw.choice((0, 5, 100))))
 
     def with_header(self, header: bytes, tail: bytes) -> bytes:
@@ -111,7 +111,7 @@ class Fuzzer:
         started = time.perf_counter()
         try:
             packed = container.decode(data)
-            tensors = pack._tensors(packed.entries)
+            tensors = pack.tensors_of(packed.entries)
             self.counts["read"] += 1
             allowance = container.FREE_BYTES + container.MOST_PER_BYTE * len(data)
             assert sum(tensor.numel() * 4 for tensor in tensors.values()) <= 2 * allowance

@@ -116,9 +116,9 @@ def compress(config: CompressConfig) -> Compression:
     if not config.max_error_increase >= 0:
         raise ArgumentError(f"--max-error-increase {config.max_error_increase} must be zero or more")
     path = config.checkpoint / CHECKPOINT if config.checkpoint.is_dir() else config.checkpoint
-    model_name, data_name, seed = _origin(config, path)
+    model_name, data_name, seed = origin(config, path)
     train, _, test, classes = load_data(RunConfig(data=data_name, data_dir=config.data_dir))
-    model = _model(path, build_model(model_name, classes))
+    model = load_model(path, build_model(model_name, classes))
     pruned = prune(model) if _is_sparse(model) else model
     example, _ = next(batches(train, 2, shuffle=False))
     graph = _graph(pruned, example)
@@ -138,7 +138,7 @@ def compress(config: CompressConfig) -> Compression:
         graph=graph is not None,
         steps=steps,
         dense_size=4 * sum(parameter.numel() for parameter in pruned.parameters()),
-        zstd_size=_zstd_size(dict(pruned.state_dict())),
+        zstd_size=zstd_size(dict(pruned.state_dict())),
         test=evaluate(written, test) if test is not None else None,
         test_before=evaluate(pruned, test) if test is not None else None,
     )
@@ -152,7 +152,7 @@ def _precision(text: str) -> pack.Precision:
     raise ArgumentError(f'--precision {text} must be "lossless", "posterior" or a number of bits')
 
 
-def _origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
+def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
     """Model, data and seed of the run: as given, or as its summary says."""
     told: dict[str, object] = {}
     summary = path.parent / SUMMARY
@@ -170,7 +170,7 @@ def _origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
     return model, data, seed
 
 
-def _model(path: Path, network: nn.Module) -> nn.Module:
+def load_model(path: Path, network: nn.Module) -> nn.Module:
     """The Sparse VD network of a checkpoint, or the plain one of another safetensors file."""
     _, metadata = read_tensors(path)
     if "sparsevd" not in metadata:
@@ -246,7 +246,8 @@ def _layers(packed: Packed) -> Iterator[LayerBytes]:
         )
 
 
-def _zstd_size(state: dict[str, Tensor]) -> int | None:
+def zstd_size(state: dict[str, Tensor]) -> int | None:
+    """The size of the tensors as safetensors + zstd-19, or None without the library."""
     try:
         import zstandard
     except ImportError:

@@ -24,7 +24,7 @@ from sparsevd.pack.relevance import relevant
 
 SUFFIX = ".spvd"
 
-__all__ = ["SUFFIX", "Posterior", "Precision", "load", "pack", "read", "rebuild", "save", "unpack"]
+__all__ = ["SUFFIX", "Posterior", "Precision", "load", "pack", "read", "rebuild", "save", "tensors_of", "unpack"]
 
 Example = Tensor | tuple[Tensor, ...]
 
@@ -106,7 +106,7 @@ def unpack(data: bytes, name: str | Path = "the file", expected: dict[str, Tenso
         packed = decode(data, accept)
     except FormatError as error:
         raise FormatError(f"{name} cannot be loaded: {error}") from error
-    tensors = _tensors(packed.entries)
+    tensors = tensors_of(packed.entries)
     return {entry.name: tensors[entry.name] for entry in _state_of(packed)}
 
 
@@ -116,7 +116,7 @@ def rebuild(data: bytes, name: str | Path = "the file") -> nn.Module:
         packed = decode(data)
         if not packed.graph:
             raise FormatError("it was saved without an example and holds no graph; give load(path, into=model)")
-        return to_module(graph_of(packed.graph, _tensors(packed.entries)))
+        return to_module(graph_of(packed.graph, tensors_of(packed.entries)))
     except FormatError as error:
         raise FormatError(f"{name} cannot be loaded: {error}") from error
 
@@ -125,7 +125,8 @@ def _state_of(packed: Packed) -> list[Entry]:
     return packed.entries[: len(packed.entries) - packed.extra]
 
 
-def _tensors(entries: list[Entry]) -> dict[str, Tensor]:
+def tensors_of(entries: list[Entry]) -> dict[str, Tensor]:
+    """The tensors of decoded entries, by name."""
     tensors: list[Tensor] = []
     for entry in entries:
         tensors.append(tensors[entry.alias] if entry.form == Form.ALIAS else tensor_of(entry))
@@ -134,7 +135,7 @@ def _tensors(entries: list[Entry]) -> dict[str, Tensor]:
 
 def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:
     """Put to zero what cannot matter once the numbers are rounded: weights and bias of units that nothing reads."""
-    tensors = _tensors(entries)
+    tensors = tensors_of(entries)
     masks = relevant(Graph(graph.nodes, {name: tensors[name] for name in graph.constants}, graph.outputs))
     shared = {entry.alias for entry in entries if entry.form == Form.ALIAS}
     for i, entry in enumerate(entries):

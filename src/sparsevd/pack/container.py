@@ -87,17 +87,17 @@ class Packed:
 def encode(packed: Packed, choose_widths: bool = True) -> bytes:
     """The bytes of the file; the entries get their accounts."""
     if choose_widths:
-        for entry, plane, hint in _with_context(packed.entries):
+        for entry, plane, hint in with_context(packed.entries):
             if entry.form in (Form.FLOAT, Form.GRID) and len(entry.shape) == 2:
                 entry.width = _best_width(entry, plane, hint)
-    header = _header(packed)
+    header = header_of(packed)
     with closing(coder()) as stream:
         stream.prime(PRIME)
         for byte in varint(len(header)):  # one by one, as a reader must take them
             stream.code_bytes(bytearray([byte]))
         stream.code_bytes(bytearray(header))
         packed.header_bits = sum(stream.account())
-        for entry, plane, hint in _with_context(packed.entries):
+        for entry, plane, hint in with_context(packed.entries):
             before = stream.account()
             _code(stream, entry, plane, hint)
             after = stream.account()
@@ -132,7 +132,7 @@ def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None) 
         if _dense_bytes(packed.entries) > FREE_BYTES + MOST_PER_BYTE * len(content):
             raise FormatError(f"its {len(data):,} bytes claim to hold {_dense_bytes(packed.entries):,}")
         accept(packed)
-        for entry, plane, hint in _with_context(packed.entries):
+        for entry, plane, hint in with_context(packed.entries):
             if entry.form == Form.RAW:
                 entry.values = bytearray(entry.numel * DTYPE_SIZES[entry.dtype])
             elif entry.form != Form.ALIAS:
@@ -150,7 +150,7 @@ def _dense_bytes(entries: list[Entry]) -> int:
     return sum(math.prod(max(1, size) for size in e.shape) * max(4, DTYPE_SIZES[e.dtype]) for e in entries)
 
 
-def _with_context(entries: list[Entry]) -> Iterator[tuple[Entry, int, Matrix | None]]:
+def with_context(entries: list[Entry]) -> Iterator[tuple[Entry, int, Matrix | None]]:
     """Each entry with what the matrix before it says: how full its rows are, for the columns that they feed."""
     fullness: NDArray[np.int32] | None = None
     for entry in entries:
@@ -219,7 +219,7 @@ def _decoded_varint(stream: Coder) -> int:
             raise FormatError("the length of its header is damaged")
 
 
-def _header(packed: Packed) -> bytes:
+def header_of(packed: Packed) -> bytes:
     out = bytearray(varint(len(packed.graph)) + packed.graph)
     if packed.graph:
         out += varint(packed.extra)
