@@ -27,7 +27,7 @@ from sparsevd.run import SUMMARY, RunConfig, build_model, load_data, split
 from sparsevd.run_folder import CHECKPOINT
 
 # In units of σ; the search goes up to the first that costs too much.
-STEPS = (0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.8, 8.0)
+STEPS = (0.12, 0.25, 0.35, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.8, 8.0)
 
 
 @dataclass(frozen=True)
