@@ -1,6 +1,7 @@
 """The model file: round trips, the two coders against each other, and files that are not what they should be."""
 
 import functools
+import hashlib
 import math
 import subprocess
 import time
@@ -392,13 +393,36 @@ def test_names_with_line_breaks_are_refused():
         pack.pack(nn.ModuleDict({"a\nb": nn.Linear(1, 1)}))
 
 
-GOLDEN = ""
+GOLDEN = bytes.fromhex(
+    "5350564401f11876c2005a2ae25cf85408e44286bd8f6f54680c91e4fe82801db8133abbecde7fa1553e3d2c141895219b31"
+    "9533442548e328dd26dbd981f30f9c03fa0b27efccb5536ec296a790b24000ded0b03d24ee617b29639ddc6ccc70a5cdb332"
+    "9c8ce43030d0f6976dcd1be23bf1e5153679f08f76195992a39e15c8dff07623084f03f8a04cea2d"
+)
 
 
 def test_files_of_today_are_read_tomorrow():
     """A file as format 1 is; if this fails, the format has changed and needs another number."""
-    found = pack.unpack(bytes.fromhex(GOLDEN))
-    assert found["conv1.weight"].shape == (2, 1, 2, 2)
+    found = pack.unpack(GOLDEN)
+    expected = {
+        "0.weight": torch.tensor([0.5, 0, -0.25, 0, 0, 1.5, 0, 0]).reshape(2, 1, 2, 2),
+        "0.bias": torch.tensor([0.1, -0.2]),
+        "1.weight": torch.tensor([1.0, 2.0]),
+        "1.bias": torch.zeros(2),
+        "1.running_mean": torch.zeros(2),
+        "1.running_var": torch.ones(2),
+        "1.num_batches_tracked": torch.tensor(0),
+        "4.weight": (torch.arange(24.0) - 11).mul(torch.arange(24) % 3 == 0).reshape(3, 8),
+        "4.bias": torch.tensor([1.0, 0.0, -1.0]),
+    }
+    assert list(found) == list(expected)
+    assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+    image = torch.arange(9.0).reshape(1, 1, 3, 3)
+    torch.testing.assert_close(outputs(pack.rebuild(GOLDEN), image), [torch.tensor([[-59.7997, 60.9997, 55.6997]])])
+
+
+def test_the_page_about_the_format_names_these_bytes():
+    page = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(container.PRIME).hexdigest() in page
 
 
 # The graph in the file
