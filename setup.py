@@ -8,7 +8,9 @@ setup(
     ext_modules=[
         Extension(
             "sparsevd.kernels._kernels",
-            sources=[f"{KERNELS}/{name}.c" for name in ("kernels", "train_generic", "train_avx2", "train_avx512")],
+            sources=[
+                f"{KERNELS}/{name}.c" for name in ("kernels", "pack", "train_generic", "train_avx2", "train_avx512")
+            ],
             depends=[f"{KERNELS}/{name}.h" for name in ("kernels", "train", "vectors")],
             # No -march: the instruction set is chosen at run time. Wide vectors only pass between inlined functions.
             extra_compile_args=["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wno-psabi"],

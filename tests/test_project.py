@@ -26,6 +26,7 @@ ORDER = [
     "graph",
     "compact",
     "runtime",
+    "pack",
     "batches",
     "evaluate",
     "progress",
@@ -39,6 +40,7 @@ ORDER = [
     "run",
     "checkpoint_info",
     "restore",
+    "compress",
     "linear_model",
     "cli",
 ]

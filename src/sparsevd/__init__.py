@@ -7,6 +7,7 @@ from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.graph import capture
 from sparsevd.objective import elbo_loss, kl
+from sparsevd.pack import load, save
 from sparsevd.runtime.onnx import export_onnx
 from sparsevd.summary import summary
 
@@ -25,7 +26,9 @@ __all__ = [
     "fit",
     "fit_dense",
     "kl",
+    "load",
     "prune",
+    "save",
     "sparsify",
     "summary",
 ]

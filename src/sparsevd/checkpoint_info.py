@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparsevd import functional
+from sparsevd import functional, pack
 from sparsevd.checkpoint import Checkpoint, read_tensors, write_tensors
 from sparsevd.errors import CheckpointError
 from sparsevd.layers import checked_threshold
@@ -15,9 +15,12 @@ _KINDS = ("weight", "bias")
 
 
 def info(path: Path, threshold: float | None = None) -> ModelSummary:
-    """The summary of a checkpoint, or of any safetensors file with weights in it, by its zeros."""
+    """The summary of a checkpoint; by its zeros that of a model file, or of any safetensors file with weights in it."""
     path = _file(path)
-    tensors, metadata = read_tensors(path)
+    if path.suffix == pack.SUFFIX:
+        tensors, metadata = pack.unpack(pack.read(path), path), dict[str, str]()
+    else:
+        tensors, metadata = read_tensors(path)
     if "sparsevd" in metadata:
         checkpoint = Checkpoint.load(path)
         if checkpoint.layers:

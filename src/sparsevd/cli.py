@@ -202,6 +202,37 @@ def export(
     print(f"written to {output}: {output.stat().st_size:,} bytes, outputs equal in onnxruntime")
 
 
+@app.command(epilog="Example: sparsevd compress runs/demo -o lenet.spvd --max-error-increase 0.05")
+def compress(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model file (.spvd).")],
+    precision: Annotated[str, typer.Option(help="posterior, lossless, or a number of bits.")] = "posterior",
+    max_error_increase: Annotated[
+        float, typer.Option(help="What rounding may cost, in points of %, on examples of the training set.")
+    ] = 0.1,
+    model: Annotated[str | None, typer.Option(help="The network, if the run does not say. As for train.")] = None,
+    data: Annotated[str | None, typer.Option(help="The data, if the run does not say. As for train.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
+    val_size: Annotated[int, typer.Option(help="Training examples to choose the rounding on.")] = 10_000,
+) -> None:
+    """Write the smallest model file that is good enough, and test that file."""
+    from sparsevd.compress import CompressConfig
+    from sparsevd.compress import compress as compressed
+
+    config = CompressConfig(
+        checkpoint=checkpoint,
+        output=output,
+        precision=precision,
+        max_error_increase=max_error_increase,
+        model=model,
+        data=data,
+        data_dir=data_dir,
+        val_size=val_size,
+    )
+    print(compressed(config))
+    print(f"written to {output}")
+
+
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
     if issubclass(category, SparseVDWarning):
         print(f"note: {message}", file=sys.stderr)

@@ -29,6 +29,10 @@ class CheckpointError(SparseVDError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class FormatError(SparseVDError, ValueError):
+    """A model file is damaged, of another format, or does not fit the model."""
+
+
 class WriteError(SparseVDError):
     """A file cannot be written."""
 

@@ -71,7 +71,7 @@ class RunResult:
 def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     """Train, prune, evaluate and write everything down."""
     _check_folder(config)
-    train, val, test, classes = _load_data(config)
+    train, val, test, classes = load_data(config)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)
         dense = build_model(config.model, classes)
@@ -171,7 +171,7 @@ def _try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
             module.training = training
 
 
-def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
+def load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
     """Training, validation and test data, and the number of classes (10 where the labels do not say)."""
     if ":" in config.data:
         parts = load_object(config.data)()
@@ -189,17 +189,24 @@ def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
         classes = int(labels.max()) + 1 if labels is not None and integers else 10
     if config.val_size == 0:
         return train, None, test, classes
+    train, val = split(train, config.val_size, config.fit.seed)
+    return train, val, test, classes
+
+
+def split(train: Data, val_size: int, seed: int) -> tuple[data.Pair, data.Pair]:
+    """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
     if not isinstance(train, tuple):
         raise ArgumentError("a validation split needs the training data as a pair of tensors (x, y)")
     x, y = train
-    if not 0 < config.val_size < len(x):
-        raise ArgumentError(f"{config.val_size} validation examples out of {len(x)} leave nothing to train on")
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(config.fit.seed))
-    held_out, kept = order[: config.val_size], order[config.val_size :]
-    return (x[kept], y[kept]), (x[held_out], y[held_out]), test, classes
+    if not 0 < val_size < len(x):
+        raise ArgumentError(f"{val_size} validation examples out of {len(x)} leave nothing to train on")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    held_out, kept = order[:val_size], order[val_size:]
+    return (x[kept], y[kept]), (x[held_out], y[held_out])
 
 
 def build_model(name: str, classes: int) -> nn.Module:
+    """A network of the paper by name, or what package.module:factory returns."""
     if ":" in name:
         model = load_object(name)()
         if not isinstance(model, nn.Module):

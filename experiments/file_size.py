@@ -1,0 +1,191 @@
+"""How small a trained network gets as a file, and at what error: size–error curves, comparisons, and an ablation.
+
+    python experiments/file_size.py runs/lenet-300-100-seed{0,1,2,3,4} [runs/lenet-5-caffe-seed0 ...]
+
+For every run folder: lossless against safetensors + zstd-19, the posterior at a range of steps, numbers of bits, and
+what `sparsevd compress` chooses (on examples of the training set). The error is that of the network read back from the
+bytes. The ablation takes one coding choice away at a time. Records go to results/file_size.json, one per folder;
+folders that are there are not repeated, and without folders the table is printed.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import sparsevd
+from sparsevd import compress, data, pack
+from sparsevd.compress import CompressConfig
+from sparsevd.pack import container, native, quantise, symbols
+from sparsevd.pack.container import Form
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "file_size.json"
+STEPS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+BITS = (8, 6, 5, 4)
+LIMITS = (0.05, 0.1, 0.2)  # --max-error-increase
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    path = folder / "checkpoint.safetensors"
+    name, data_name, seed = compress.origin(CompressConfig(path, path), path)
+    splits = data.load(data_name)
+    model = compress.load_model(path, compress.build_model(name, splits.classes))
+    pruned = sparsevd.prune(model)
+    graph = sparsevd.capture(pruned, splits.test[0][:2])
+
+    def point(precision: Any) -> dict[str, Any]:
+        packed, _ = pack.pack(model, precision=precision, graph=graph)
+        result = sparsevd.evaluate(pack.rebuild(packed), splits.test)
+        return {"bytes": len(packed), "error": result.error, "loss": result.loss}
+
+    exact, parts = pack.pack(model, graph=graph)
+    zstd = compress.zstd_size(dict(pruned.state_dict()))
+    entropy = (parts.header_bits + sum(sum(entry.bits) for entry in parts.entries)) / 8 + container.FRAME
+    record = {
+        "run": folder.name,
+        "model": name,
+        "seed": seed,
+        "ratio": sparsevd.summary(pruned).ratio,
+        "pruned_error": sparsevd.evaluate(pruned, splits.test).error,
+        "dense_bytes": 4 * sum(parameter.numel() for parameter in pruned.parameters()),
+        "lossless": {"bytes": len(exact), "zstd_bytes": zstd, "over_entropy": len(exact) / entropy},
+        "posterior": {str(steps): point(pack.Posterior(steps)) for steps in STEPS},
+        "bits": {str(bits): point(bits) for bits in BITS},
+        "chosen": {},
+        "ablation": ablation(model, graph),
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        for limit in LIMITS:
+            config = CompressConfig(path, Path(temporary) / "m.spvd", max_error_increase=limit)
+            result = compress.compress(config)
+            record["chosen"][str(limit)] = {"bytes": result.size, "steps": result.steps, "error": result.test.error}
+    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=HERE, text=True).strip()
+    machine = {"processor": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    return record | {"commit": commit, "machine": machine, "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+
+
+def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
+    """Bytes of the file at 1.5 σ, with one choice taken away at a time, and by other coders."""
+    precision = pack.Posterior(1.5)
+    whole, packed = pack.pack(model, precision=precision, graph=graph)
+    results: dict[str, float] = {"whole": len(whole)}
+    results["without the graph (dead biases stored)"] = len(pack.pack(model, precision=precision)[0])
+    results["without the layer before as hint"] = _one_by_one(packed, as_vectors=False)
+    results["without living rows and columns, nor hints"] = _one_by_one(packed, as_vectors=True)
+    for entry in packed.entries:
+        entry.width = 0
+    results["without image neighbours"] = len(container.encode(packed, choose_widths=False))
+    finer, quantise.BIAS_STEP = quantise.BIAS_STEP, 1.0
+    results["biases as coarse as weights"] = len(pack.pack(model, precision=precision, graph=graph)[0])
+    quantise.BIAS_STEP = finer
+    results["units sorted by density (not done)"] = _sorted_units(model, graph, precision)
+    static = _constriction(pack.pack(model, precision=precision, graph=graph)[1])
+    if static is not None:
+        results["static tables per layer, constriction"] = static
+    return results
+
+
+def _one_by_one(packed: container.Packed, as_vectors: bool) -> float:
+    """Without hints; as vectors each zero is coded, also in dead rows and columns."""
+    with closing(native.coder()) as stream:
+        for entry, plane, _ in container.with_context(packed.entries):
+            if isinstance(entry.values, np.ndarray):
+                values = entry.values.reshape(1, -1) if as_vectors else entry.values
+                stream.code_matrix(np.ascontiguousarray(values), entry.width, plane, None, symbols.INTEGERS)
+        return container.FRAME + packed.header_bits / 8 + len(stream.finish())
+
+
+def _sorted_units(model: torch.nn.Module, graph: Any, precision: Any) -> float:
+    """Hidden units of a chain of linear layers in the order of their density; only for such chains."""
+    packed = pack.pack(model, precision=precision, graph=graph)[1]
+    layers = [entry for entry in packed.entries if len(entry.shape) == 2]
+    biases = {entry.name: entry for entry in packed.entries if len(entry.shape) == 1}
+    for before, after in itertools.pairwise(layers):
+        if before.shape[0] != after.shape[1]:
+            continue
+        order = np.argsort(-np.count_nonzero(before.values, axis=1), kind="stable")
+        bias = biases[before.name.removesuffix("weight") + "bias"]
+        before.values = np.ascontiguousarray(before.values[order])
+        bias.values = np.ascontiguousarray(bias.values[:, order])
+        after.values = np.ascontiguousarray(after.values[:, order])
+    return len(container.encode(packed))
+
+
+def _constriction(packed: container.Packed) -> float | None:
+    """The same numbers with a library's range coder: living rows and columns, then for each layer one table of counts.
+
+    Tables are counted as 12 bits for each symbol that occurs; header and frame as ours.
+    """
+    try:
+        import constriction
+    except ImportError:
+        return None
+    total = container.FRAME + packed.header_bits / 8
+    for entry in packed.entries:
+        if entry.form != Form.GRID:
+            continue
+        values = entry.values
+        rows, columns = values.any(axis=1), values.any(axis=0)
+        streams = [values[np.ix_(rows, columns)].ravel()]
+        if len(entry.shape) > 1:
+            streams += [rows.astype(np.int32), columns.astype(np.int32)]
+        for stream in streams:
+            symbols, indices, counts = np.unique(stream, return_inverse=True, return_counts=True)
+            if len(symbols) > 1:
+                table = constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)
+                encoder = constriction.stream.queue.RangeEncoder()
+                encoder.encode(indices.astype(np.int32), table)
+                total += 4 * len(encoder.get_compressed())
+            total += 1.5 * len(symbols)
+    return total
+
+
+def table(records: list[dict[str, Any]]) -> None:
+    for model in sorted({record["model"] for record in records}):
+        runs = [record for record in records if record["model"] == model]
+        print(f"\n{model}: {len(runs)} runs, pruned error {_mean(r['pruned_error'] for r in runs)} %")
+        ratio = _mean(r["lossless"]["zstd_bytes"] / r["lossless"]["bytes"] for r in runs)
+        print(f"lossless {_mean(r['lossless']['bytes'] for r in runs)} bytes, {ratio} times smaller than zstd-19")
+        print(f"bytes over the entropy of the coder's own model: {_mean(r['lossless']['over_entropy'] for r in runs)}")
+        for kind in ("posterior", "bits", "chosen"):
+            for key in runs[0][kind]:
+                sizes, errors = ([r[kind][key][what] for r in runs] for what in ("bytes", "error"))
+                each = " ".join(f"({size}, {error})" for size, error in zip(sizes, errors, strict=True))
+                print(f"{kind:9} {key:>5}  {_mean(sizes)} bytes at {_mean(errors)} %  {each}")
+        for choice in runs[0]["ablation"]:
+            print(f"ablation  {choice}: {_mean(r['ablation'][choice] for r in runs)}")
+
+
+def _mean(values: Any) -> str:
+    values = list(values)
+    digits = 0 if min(values) > 100 else 3
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="*")
+    options = parser.parse_args()
+    records = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for folder in options.runs:
+        if any(record["run"] == folder.name for record in records):
+            continue
+        records.append(measure(folder))
+        RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+    table(records)
+
+
+if __name__ == "__main__":
+    main()

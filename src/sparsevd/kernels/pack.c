@@ -1,0 +1,450 @@
+/* The adaptive binary coder of the model file, and how numbers become its binary decisions; docs/format.md specifies both.
+
+   Everything is integer arithmetic, so that every machine makes the same bytes and reads the same numbers. Each function
+   serves both directions: an encoder is given the value and returns it, a decoder ignores what it is given and returns
+   what the file says. sparsevd/pack/adaptive.py and symbols.py are the same in Python: change both together. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LARGEST_STRETCH 3071 /* of the logistic domain: 12, in steps of 1/256 */
+#define CERTAIN 16           /* no probability is nearer to 0 or 1 than this, of 65536 */
+#define DECISIONS_PER_BYTE 22720 /* at least: a decision costs at least -log2(1 - 16/65536) bits */
+#define COUNT_LIMIT 1023
+#define RATE_LIMIT 4095
+#define MAX_INPUTS 4
+#define FIRST_WEIGHT 22000 /* a third */
+#define COUNTERS (1 << 17)
+#define MIXERS 64
+
+static uint16_t squash_table[2 * LARGEST_STRETCH + 1]; /* stretch -> probability of 65536 */
+static int16_t stretch_table[65537];
+static uint16_t step_table[COUNT_LIMIT + 1], trust_table[COUNT_LIMIT + 1], rate_table[RATE_LIMIT + 1];
+
+struct counter {
+  uint32_t probability; /* of a one, of 2^32 */
+  uint32_t seen;
+};
+
+struct mixer {
+  int32_t weights[MAX_INPUTS]; /* 65536 is one */
+  uint32_t seen;
+};
+
+struct pack {
+  struct counter counters[COUNTERS];
+  struct mixer mixers[MIXERS];
+  int decoding, failed;
+  uint8_t *out; /* encoder: what is written */
+  size_t size, capacity;
+  const uint8_t *in; /* decoder: what is read */
+  size_t length, position;
+  int64_t budget;
+  uint32_t low, range, code;
+  int priming;        /* only learn: nothing is written or read */
+  const float *price; /* encoder: bits of a decision by its probability of 4096, for the account, or null */
+  double *account;    /* where the bits go at present */
+  double positions, values;
+};
+
+__attribute__((constructor)) static void make_tables(void) {
+  uint64_t e = 1ull << 32; /* e^(-k/256) */
+  for (int k = 0; k <= LARGEST_STRETCH; k++) {
+    uint64_t p = (1ull << 48) / ((1ull << 32) + e);
+    squash_table[LARGEST_STRETCH + k] = (uint16_t)p;
+    squash_table[LARGEST_STRETCH - k] = (uint16_t)(65536 - p);
+    e = e * 4278222849ull >> 32; /* e^(-1/256) */
+  }
+  int x = 0;
+  for (int p = 0; p <= 65536; p++) {
+    while (x < 2 * LARGEST_STRETCH && squash_table[x] < p) x++;
+    stretch_table[p] = (int16_t)(x - LARGEST_STRETCH);
+  }
+  for (int n = 0; n <= COUNT_LIMIT; n++) {
+    step_table[n] = (uint16_t)(655360 / (10 * n + 16));
+    trust_table[n] = (uint16_t)(65536 * 2 * n / (2 * n + 3));
+  }
+  for (int n = 0; n <= RATE_LIMIT; n++) rate_table[n] = (uint16_t)(131 + 235930 / (200 + n));
+}
+
+static void put_byte(struct pack *s, uint8_t byte) {
+  if (s->size == s->capacity) {
+    size_t capacity = s->capacity ? 2 * s->capacity : 4096;
+    uint8_t *grown = realloc(s->out, capacity);
+    if (!grown) {
+      s->failed = 1;
+      return;
+    }
+    s->out = grown;
+    s->capacity = capacity;
+  }
+  s->out[s->size++] = byte;
+}
+
+static void carry(struct pack *s) {
+  for (size_t i = s->size; i-- > 0 && ++s->out[i] == 0;) {
+  }
+}
+
+static uint8_t next_byte(struct pack *s) { return s->position < s->length ? s->in[s->position++] : 0; }
+
+/* One binary decision with a given probability of a one, of 65536. */
+static int decide(struct pack *s, int bit, uint32_t probability) {
+  if (probability < CERTAIN) probability = CERTAIN;
+  if (probability > 65536 - CERTAIN) probability = 65536 - CERTAIN;
+  if (s->priming) return bit;
+  if (s->price) *s->account += s->price[(bit ? probability : 65536 - probability) >> 4];
+  uint32_t bound = (s->range >> 16) * probability;
+  if (s->decoding) {
+    if (--s->budget < 0) s->failed = 1;
+    bit = s->code < bound;
+    if (!bit) s->code -= bound;
+  } else if (!bit) {
+    uint32_t before = s->low;
+    s->low += bound;
+    if (s->low < before) carry(s);
+  }
+  s->range = bit ? bound : s->range - bound;
+  while (s->range < 1u << 24) {
+    if (s->decoding)
+      s->code = s->code << 8 | next_byte(s);
+    else
+      put_byte(s, (uint8_t)(s->low >> 24));
+    s->low <<= 8;
+    s->range <<= 8;
+  }
+  return bit;
+}
+
+/* One decision predicted by n counters, whose opinions a mixer weighs. */
+static int code_bit(struct pack *s, int bit, int mixer_number, const int *contexts, int n) {
+  struct mixer *mixer = &s->mixers[mixer_number];
+  struct counter *counters[MAX_INPUTS];
+  int32_t inputs[MAX_INPUTS];
+  int64_t dot = (int64_t)mixer->weights[n] * 256;
+  for (int i = 0; i < n; i++) {
+    counters[i] = &s->counters[contexts[i]];
+    inputs[i] = stretch_table[counters[i]->probability >> 16] * (int32_t)trust_table[counters[i]->seen] >> 16;
+    dot += (int64_t)mixer->weights[i] * inputs[i];
+  }
+  inputs[n] = 256;
+  dot >>= 16;
+  if (dot > LARGEST_STRETCH) dot = LARGEST_STRETCH;
+  if (dot < -LARGEST_STRETCH) dot = -LARGEST_STRETCH;
+  int32_t probability = squash_table[dot + LARGEST_STRETCH];
+  bit = decide(s, bit, (uint32_t)probability);
+
+  int64_t step = ((int64_t)(bit << 16) - probability) * rate_table[mixer->seen] >> 8;
+  if (mixer->seen < RATE_LIMIT) mixer->seen++;
+  for (int i = 0; i <= n; i++) {
+    int64_t weight = mixer->weights[i] + (step * inputs[i] >> 16);
+    mixer->weights[i] = (int32_t)(weight > 1 << 20 ? 1 << 20 : weight < -(1 << 20) ? -(1 << 20) : weight);
+  }
+  for (int i = 0; i < n; i++) {
+    int64_t distance = (bit ? 0xFFFFFFFFll : 0) - (int64_t)counters[i]->probability;
+    counters[i]->probability += (uint32_t)(distance * step_table[counters[i]->seen] >> 16);
+    if (counters[i]->seen < COUNT_LIMIT) counters[i]->seen++;
+  }
+  return bit;
+}
+
+static uint32_t code_raw(struct pack *s, uint32_t value, int bits) {
+  uint32_t result = 0;
+  while (bits-- > 0) result = result << 1 | (uint32_t)decide(s, value >> bits & 1, 32768);
+  return result;
+}
+
+/* Regions of the counters, and the mixers. */
+enum {
+  BYTES_AT = 0,         /* 3 orders of 16384 */
+  ROWS_AT = 3 << 14,    /* the rest in units of 4096 */
+  COLUMNS_AT = 13 << 12,
+  FLAGS_AT = 14 << 12,  /* 3 contexts for matrices, 3 for vectors */
+  SIGNS_AT = 20 << 12,
+  EXPONENTS_AT = 21 << 12,
+  MANTISSAS_AT = 24 << 12,
+};
+enum {
+  BYTE_MIXER, /* 8, one for each place in the byte */
+  ROW_MIXER = 8,
+  COLUMN_MIXER,
+  FLAG_MIXER,
+  VECTOR_FLAG_MIXER,
+  SIGN_MIXER,
+  MANTISSA_MIXER,
+  FLOAT_MANTISSA_MIXER,
+  EXPONENT_MIXER = 16, /* 31, one for each exponent */
+  FLOAT_EXPONENT_MIXER = 56,
+};
+
+static int bucket(int n) { return n < 5 ? n : n < 7 ? 5 : n < 10 ? 6 : n < 16 ? 7 : n < 32 ? 8 : 9; }
+static int at_most(int n, int most) { return n < most ? n : most; }
+
+int sparsevd_pack_bytes(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+  uint32_t before = 0;
+  for (ptrdiff_t i = 0; i < n && !s->failed; i++) {
+    int node = 1, order1 = (int)(before & 255), order2 = (int)((before & 0xFFFF) * 40503u >> 4 & 0x3FFF);
+    for (int k = 7; k >= 0; k--) {
+      int contexts[3] = {
+          BYTES_AT + node,
+          BYTES_AT + (1 << 14) + (int)(((uint32_t)order1 << 8 | (uint32_t)node) * 2654435761u >> 18),
+          BYTES_AT + (2 << 14) + (int)(((uint32_t)order2 << 8 | (uint32_t)node) * 2654435761u >> 18),
+      };
+      node = node << 1 | code_bit(s, bytes[i] >> k & 1, BYTE_MIXER + 7 - k, contexts, 3);
+    }
+    bytes[i] = (uint8_t)node;
+    before = before << 8 | bytes[i];
+  }
+  return s->failed;
+}
+
+struct place {                 /* what is known around the number to be coded */
+  int32_t left, above, behind; /* numbers beside it, `width` and `plane` columns back; 0 where there is none */
+  int column_sign;             /* of the last number in this column: 0 none, 1 negative, 2 positive */
+  int row_exponent;            /* of the last number in this row, plus 1; the number's own afterwards */
+  int column_exponent;         /* of the last number in this column, plus 1 */
+};
+
+static int sign_of(int32_t value) { return value ? 1 + (value > 0) : 0; }
+
+static int code_sign(struct pack *s, int negative, const struct place *at) {
+  int left = sign_of(at->left), above = sign_of(at->above), behind = sign_of(at->behind);
+  int contexts[2] = {SIGNS_AT + left * 9 + above * 3 + behind, SIGNS_AT + 32 + at->column_sign * 3 + left};
+  return code_bit(s, negative, SIGN_MIXER, contexts, 2);
+}
+
+/* The exponent of an integer in unary, with the exponents around it as context; then what follows its first bit. */
+static int32_t code_integer(struct pack *s, int32_t value, struct place *at) {
+  uint32_t magnitude = (uint32_t)(value < 0 ? -(int64_t)value : value);
+  int negative = code_sign(s, value < 0, at);
+  int length = 0;
+  if (!s->decoding)
+    while (magnitude >> length > 1) length++;
+  int exponent = 0;
+  for (;; exponent++) {
+    if (exponent > 30) {
+      s->failed = 1;
+      return 0;
+    }
+    int contexts[3] = {EXPONENTS_AT + exponent, EXPONENTS_AT + 32 + 32 * at->row_exponent + exponent,
+                       EXPONENTS_AT + 2048 + 32 * at->column_exponent + exponent};
+    if (!code_bit(s, length > exponent, EXPONENT_MIXER + exponent, contexts, 3)) break;
+  }
+  uint32_t node = 1;
+  int fine = at_most(exponent, 3); /* bits that are predicted; the rest are as good as random */
+  for (int k = 1; k <= fine; k++) {
+    int place = exponent * 16 + (int)node;
+    int contexts[2] = {MANTISSAS_AT + place, MANTISSAS_AT + 1024 + place * 32 + at->column_exponent};
+    node = node << 1 | (uint32_t)code_bit(s, magnitude >> (exponent - k) & 1, MANTISSA_MIXER, contexts, 2);
+  }
+  node = node << (exponent - fine) | code_raw(s, magnitude & ((1u << (exponent - fine)) - 1), exponent - fine);
+  at->row_exponent = exponent + 1;
+  return negative ? -(int32_t)node : (int32_t)node;
+}
+
+/* The bits of a float32 whose last 23 - mantissa bits are zero. */
+static int32_t code_float(struct pack *s, int32_t value, struct place *at, int mantissa) {
+  uint32_t bits = (uint32_t)value;
+  int negative = code_sign(s, (int)(bits >> 31), at);
+  uint32_t node = 1;
+  for (int k = 7; k >= 0; k--) {
+    int contexts[2] = {EXPONENTS_AT + 4096 + (int)node, EXPONENTS_AT + 8192 + ((at->row_exponent & 15) << 8 | (int)node)};
+    node = node << 1 | (uint32_t)code_bit(s, bits >> (23 + k) & 1, FLOAT_EXPONENT_MIXER + k, contexts, 2);
+  }
+  uint32_t exponent = node & 255;
+  int fine = at_most(mantissa, 2);
+  uint32_t fraction = 1;
+  for (int k = 1; k <= fine; k++) {
+    int context = MANTISSAS_AT + 20480 + (int)(exponent << 2 | fraction);
+    fraction = fraction << 1 | (uint32_t)code_bit(s, bits >> (23 - k) & 1, FLOAT_MANTISSA_MIXER, &context, 1);
+  }
+  fraction &= (1u << fine) - 1;
+  fraction = fraction << (mantissa - fine) |
+             code_raw(s, bits >> (23 - mantissa) & ((1u << (mantissa - fine)) - 1), mantissa - fine);
+  at->row_exponent = (int)(exponent & 31);
+  return (int32_t)((uint32_t)negative << 31 | exponent << 23 | fraction << (23 - mantissa));
+}
+
+/* What a matrix needs while it is coded. The arrays with a margin hold zeros left of the first column and right of the
+   last, so that places outside the matrix need no question. */
+struct columns {
+  ptrdiff_t n, margin, n_alive, *alive;
+  uint8_t *living;          /* margin */
+  uint8_t *there;           /* margin: where the present row has a number so far */
+  int32_t *count;           /* margin: numbers in the rows above */
+  uint8_t *expected;        /* from the hint: 0 unknown, 1 empty, 2 to 15 by the ratio to the mean */
+  uint8_t *sign, *exponent; /* of the last number in the column */
+};
+
+static void free_columns(struct columns *c) {
+  free(c->alive), free(c->living), free(c->there), free(c->count), free(c->expected), free(c->sign), free(c->exponent);
+}
+
+static int make_columns(struct columns *c, ptrdiff_t n, ptrdiff_t width, ptrdiff_t plane, const int32_t *hint) {
+  size_t room = (size_t)n;
+  memset(c, 0, sizeof *c);
+  c->n = n;
+  c->margin = (width > plane ? width : plane) + 2;
+  c->alive = malloc(room * sizeof *c->alive);
+  c->living = calloc(room + 2 * (size_t)c->margin, 1);
+  c->there = calloc(room + 2 * (size_t)c->margin, 1);
+  c->count = calloc(room + 2 * (size_t)c->margin, sizeof *c->count);
+  c->expected = calloc(room, 1);
+  c->sign = calloc(room, 1);
+  c->exponent = calloc(room, 1);
+  if (!c->alive || !c->living || !c->there || !c->count || !c->expected || !c->sign || !c->exponent) return 1;
+  if (hint) {
+    int64_t sum = 0, fed = 0;
+    for (ptrdiff_t i = 0; i < n; i++) sum += hint[i], fed += hint[i] > 0;
+    for (ptrdiff_t i = 0; i < n; i++) {
+      int64_t eighths = hint[i] > 0 ? 8 * (int64_t)hint[i] * fed / sum : 0;
+      c->expected[i] = (uint8_t)(hint[i] > 0 ? 2 + (eighths < 26 ? eighths : 26) / 2 : 1);
+    }
+  }
+  return 0;
+}
+
+/* Which rows and columns hold anything. */
+static void code_living(struct pack *s, uint8_t *rows, ptrdiff_t n_rows, struct columns *columns, ptrdiff_t width,
+                        ptrdiff_t plane, const int32_t *hint) {
+  for (ptrdiff_t r = 0; r < n_rows && !s->failed; r++) {
+    int context = ROWS_AT + (r > 0 ? rows[r - 1] : 0) + 2 * (r > 1 ? rows[r - 2] : 0);
+    rows[r] = (uint8_t)code_bit(s, rows[r], ROW_MIXER, &context, 1);
+  }
+  for (ptrdiff_t c = 0; c < columns->n && !s->failed; c++) {
+    uint8_t *here = columns->living + columns->margin + c;
+    int left = here[-1], above = width ? here[-width] : 0, behind = plane ? here[-plane] : 0;
+    int above_right = width > 1 ? here[1 - width] : 0, above_left = width ? here[-1 - width] : 0;
+    int fed = hint ? 1 + (hint[c] > 0) : 0;
+    int contexts[2] = {COLUMNS_AT + (left | above << 1 | above_right << 2 | behind << 3) * 3 + fed,
+                       COLUMNS_AT + 64 + (left | here[-2] << 1 | above << 2 | above_left << 3) * 3 + fed};
+    *here = (uint8_t)code_bit(s, *here, COLUMN_MIXER, contexts, 2);
+  }
+}
+
+static void code_row(struct pack *s, int32_t *row, struct columns *columns, ptrdiff_t width, ptrdiff_t plane,
+                     int vector, int mantissa) {
+  int flags = FLAGS_AT + (vector ? 3 << 12 : 0), mixer = vector ? VECTOR_FLAG_MIXER : FLAG_MIXER;
+  struct place at = {0};
+  for (ptrdiff_t i = 0; i < columns->n_alive && !s->failed; i++) {
+    ptrdiff_t c = columns->alive[i];
+    uint8_t *there = columns->there + columns->margin + c;
+    const int32_t *count = columns->count + columns->margin + c;
+    int left = there[-1], left2 = there[-2], behind = plane ? there[-plane] : 0;
+    int above = 0, above_left = 0, above_right = 0, around = count[-1] + count[1];
+    if (width) {
+      above = there[-width], above_left = there[-width - 1], above_right = width > 1 ? there[1 - width] : 0;
+      around += count[-width - 1] + count[-width] + count[-width + 1] + count[width - 1] + count[width] + count[width + 1];
+    }
+    int contexts[3] = {
+        flags + columns->expected[c] * 16 + bucket(*count),
+        flags + (1 << 12) + (left | left2 << 1 | above << 2 | above_left << 3 | above_right << 4 | behind << 5),
+        flags + (2 << 12) + bucket(around) * 8 + left + left2 + above + above_left + above_right + behind,
+    };
+    if (!code_bit(s, row[c] != 0, mixer, contexts, 3)) continue;
+    s->account = &s->values;
+    at.left = left ? row[c - 1] : 0, at.above = above ? row[c - width] : 0, at.behind = behind ? row[c - plane] : 0;
+    at.column_sign = columns->sign[c];
+    at.column_exponent = columns->exponent[c];
+    int32_t value = mantissa < 0 ? code_integer(s, row[c], &at) : code_float(s, row[c], &at, mantissa);
+    s->account = &s->positions;
+    if (s->decoding) row[c] = value; /* an encoder's memory may be read-only */
+    *there = value != 0;
+    columns->sign[c] = (uint8_t)sign_of(value);
+    columns->exponent[c] = (uint8_t)at.row_exponent;
+  }
+  for (ptrdiff_t i = 0; i < columns->n_alive; i++) {
+    uint8_t *there = columns->there + columns->margin + columns->alive[i];
+    if (!vector) columns->count[columns->margin + columns->alive[i]] += *there;
+    *there = 0;
+  }
+}
+
+/* A matrix of integers (mantissa < 0) or of float32 bits. width and plane say how many columns back the places above and
+   behind are, or 0. hint, or null, says of each column how many numbers the row of the matrix before has that feeds it.
+   Returns 0, or 1 when the file is not one that an encoder has made. */
+int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t width,
+                         ptrdiff_t plane, const int32_t *hint, int mantissa) {
+  if (rows == 0 || columns == 0) return s->failed;
+  s->account = &s->positions;
+  int vector = rows == 1;
+  struct columns of;
+  uint8_t *row_living = calloc((size_t)rows, 1);
+  if (make_columns(&of, columns, width, plane, hint) || !row_living) s->failed = 1;
+  if (!s->failed && vector) {
+    row_living[0] = 1;
+    memset(of.living + of.margin, 1, (size_t)columns);
+  } else if (!s->failed) {
+    for (ptrdiff_t r = 0; r < rows && !s->decoding; r++)
+      for (ptrdiff_t c = 0; c < columns; c++)
+        if (values[r * columns + c]) row_living[r] = of.living[of.margin + c] = 1;
+    code_living(s, row_living, rows, &of, width, plane, hint);
+  }
+  for (ptrdiff_t c = 0; c < columns && !s->failed; c++)
+    if (of.living[of.margin + c]) of.alive[of.n_alive++] = c;
+  for (ptrdiff_t r = 0; r < rows && !s->failed; r++)
+    if (row_living[r]) code_row(s, values + r * columns, &of, width, plane, vector, mantissa);
+  free_columns(&of);
+  free(row_living);
+  return s->failed;
+}
+
+/* Learn from bytes that both sides know. */
+void sparsevd_pack_prime(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+  int decoding = s->decoding;
+  s->priming = 1, s->decoding = 0;
+  sparsevd_pack_bytes(s, bytes, n);
+  s->priming = 0, s->decoding = decoding;
+}
+
+/* Know all that another has learned. */
+void sparsevd_pack_learn_from(struct pack *s, const struct pack *other) {
+  memcpy(s->counters, other->counters, sizeof s->counters);
+  memcpy(s->mixers, other->mixers, sizeof s->mixers);
+}
+
+/* An encoder when data is null, else a decoder of it, which must stay in place. Null when there is no memory. */
+struct pack *sparsevd_pack_open(const uint8_t *data, ptrdiff_t length, const float *price) {
+  struct pack *s = calloc(1, sizeof *s);
+  if (!s) return NULL;
+  for (int i = 0; i < COUNTERS; i++) s->counters[i].probability = 1u << 31;
+  for (int i = 0; i < MIXERS; i++)
+    for (int j = 0; j < MAX_INPUTS; j++) s->mixers[i].weights[j] = FIRST_WEIGHT;
+  s->range = 0xFFFFFFFF;
+  s->price = price;
+  s->account = &s->values;
+  if (data) {
+    s->decoding = 1;
+    s->in = data;
+    s->length = (size_t)length;
+    s->budget = DECISIONS_PER_BYTE * ((int64_t)length + 8);
+    for (int i = 0; i < 4; i++) s->code = s->code << 8 | next_byte(s);
+  }
+  return s;
+}
+
+/* Bits spent so far: on positions, and on values and bytes. */
+void sparsevd_pack_account(const struct pack *s, double *bits) { bits[0] = s->positions, bits[1] = s->values; }
+
+/* Write the fewest bytes that tell the last range; after them a decoder reads zeros. Returns the size, or -1. */
+ptrdiff_t sparsevd_pack_finish(struct pack *s) {
+  int keep = 0;
+  uint64_t value = 0;
+  for (; keep <= 4; keep++) {
+    uint64_t below = ((uint64_t)1 << 8 * (4 - keep)) - 1;
+    value = (s->low + below) & ~below;
+    if (value < (uint64_t)s->low + s->range) break;
+  }
+  if (value >> 32) carry(s);
+  for (int i = 0; i < keep; i++) put_byte(s, (uint8_t)(value >> 8 * (3 - i)));
+  return s->failed ? -1 : (ptrdiff_t)s->size;
+}
+
+const uint8_t *sparsevd_pack_written(const struct pack *s) { return s->out; }
+
+void sparsevd_pack_close(struct pack *s) {
+  free(s->out);
+  free(s);
+}

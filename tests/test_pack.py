@@ -1,0 +1,650 @@
+"""The model file: round trips, the two coders against each other, and files that are not what they should be."""
+
+import functools
+import hashlib
+import math
+import subprocess
+import time
+import zlib
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import sparsevd
+from sparsevd import kernels, models, pack
+from sparsevd.errors import ArgumentError, FormatError, WriteError
+from sparsevd.pack import container, native
+from sparsevd.pack.container import FRAME, MAGIC, VERSION
+from sparsevd.pack.native import NativeCoder
+from sparsevd.pack.symbols import INTEGERS, PythonCoder
+
+needs_c = pytest.mark.skipif(native._library() is None, reason="the C kernels are not built")
+CODERS = [PythonCoder, pytest.param(NativeCoder, marks=needs_c)]
+quick = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def sealed(content: bytes) -> bytes:
+    """A file of this content with the right checksum, as docs/format.md says."""
+    head = MAGIC + bytes([VERSION])
+    return head + zlib.crc32(head + content).to_bytes(4, "little") + content
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    both = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*both)
+
+
+def sparse_tensor(shape: tuple[int, ...], density: float) -> torch.Tensor:
+    """Random numbers with zeros, dead rows and dead columns."""
+    values = torch.randn(shape) * (torch.rand(shape) < density)
+    if len(shape) > 1:
+        values[torch.rand(shape[0]) < 0.3] = 0
+        values[:, torch.rand(shape[1]) < 0.3] = 0
+    return values
+
+
+def small_model() -> nn.Module:
+    """A pruned network with convolutions, batch normalisation and buffers of integers."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 36, 20),
+        nn.ReLU(),
+        nn.Linear(20, 4),
+    )
+    with torch.no_grad():
+        for layer in (model[0], model[4], model[6]):
+            layer.weight.copy_(sparse_tensor(tuple(layer.weight.shape), 0.2))
+        model(torch.randn(8, 1, 8, 8))
+    return model.eval()
+
+
+def trained_posterior() -> nn.Module:
+    """A Sparse VD model as training leaves it: most weights drowned in noise, the others with their own σ."""
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 5)))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(torch.randn_like(layer.weight))
+            layer.bias.normal_()
+            kept = torch.rand_like(layer.weight) < 0.2
+            sigma = 0.02 + 0.06 * torch.rand_like(layer.weight)
+            layer.log_sigma2.copy_(torch.where(kept, 2 * sigma.log(), layer.weight.square().log() + 5))
+    return model
+
+
+# The coder
+
+
+@st.composite
+def matrices(draw):
+    mantissa = draw(st.sampled_from([INTEGERS, 23, 7, 0]))
+    rows, columns = draw(st.integers(0, 12)), draw(st.integers(0, 12))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    if mantissa == INTEGERS:
+        scale = draw(st.sampled_from([1, 30, 2**29]))
+        values = np.rint(np.clip(rng.standard_normal((rows, columns)), -2, 2) * scale).astype(np.int32)
+    else:
+        values = rng.integers(-(2**31), 2**31, (rows, columns)).astype(np.int32) & ~((1 << (23 - mantissa)) - 1)
+    values = np.where(rng.random((rows, columns)) < draw(st.floats(0, 1)), values, 0).astype(np.int32)
+    hint = rng.integers(0, 9, columns).astype(np.int32) if draw(st.booleans()) else None
+    width, plane = draw(st.integers(0, columns)), draw(st.integers(0, columns))
+    return np.ascontiguousarray(values), width, plane, hint, mantissa
+
+
+@needs_c
+@quick
+@given(st.lists(matrices(), max_size=4), st.binary(max_size=40))
+def test_both_coders_write_the_same_bytes_and_read_each_other(items, text):
+    written = []
+    for kind in (NativeCoder, PythonCoder):
+        with closing(kind()) as coder:
+            coder.prime(b"what both know")
+            coder.code_bytes(bytearray(text))
+            for values, *how in items:
+                coder.code_matrix(values.copy(), *how)
+            written.append(coder.finish())
+    assert written[0] == written[1]
+    for kind in (NativeCoder, PythonCoder):
+        with closing(kind(written[0])) as coder:
+            coder.prime(b"what both know")
+            read = bytearray(len(text))
+            coder.code_bytes(read)
+            assert read == text
+            for values, *how in items:
+                decoded = np.zeros_like(values)
+                coder.code_matrix(decoded, *how)
+                np.testing.assert_array_equal(decoded, values)
+
+
+def test_carries_run_through_many_bytes():
+    """A long row of likely ones, then an unlikely zero: the carry must reach far back."""
+    data = [bytearray([255] * 300 + [tail]) for tail in (0, 1, 254)]
+    for text in data:
+        with closing(PythonCoder()) as coder:
+            coder.code_bytes(bytearray(text))
+            written = coder.finish()
+        with closing(PythonCoder(written)) as decoder:
+            read = bytearray(len(text))
+            decoder.code_bytes(read)
+        assert read == text
+
+
+@pytest.mark.parametrize("kind", CODERS)
+def test_coder_is_near_the_entropy_of_its_model(kind):
+    """The account sums −log₂ of the probabilities, which is what an ideal coder would write."""
+    values = sparse_tensor((60, 90), 0.1).numpy().view(np.int32)
+    with closing(kind()) as coder:
+        coder.code_matrix(np.ascontiguousarray(values), 0, 0, None, 23)
+        ideal, size = sum(coder.account()) / 8, len(coder.finish())
+    assert ideal * 0.999 < size < ideal * 1.005 + 2
+
+
+@pytest.mark.parametrize("kind", CODERS)
+def test_decoder_stops_when_the_bytes_cannot_hold_what_is_asked(kind):
+    values = np.zeros((4000, 4000), dtype=np.int32)
+    started = time.perf_counter()
+    with closing(kind(b"")) as coder, pytest.raises(FormatError, match="promises"):
+        coder.code_matrix(values, 0, 0, None, 0)
+    assert time.perf_counter() - started < 20
+
+
+# Round trips
+
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-38, 3.4e38, 1.0]
+
+
+@st.composite
+def states(draw):
+    """State_dicts of random tensors: any type, any shape, any pattern of zeros."""
+    state = {}
+    for i in range(draw(st.integers(0, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
+        torch.manual_seed(draw(st.integers(0, 10**6)))
+        values = sparse_tensor(shape, draw(st.floats(0, 1))) if shape else torch.randn(())
+        if draw(st.booleans()) and values.numel():
+            values.view(-1)[0] = draw(st.sampled_from(SPECIAL))
+        dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64]))
+        state[f"{draw(st.sampled_from(['fc', 'конв', '0']))}{i}.weight"] = values.to(dtype)
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
+        if draw(st.booleans()):
+            state[f"buffer.{dtype}"] = torch.randint(0, 2, tuple(draw(st.lists(st.integers(0, 3), max_size=2)))).to(
+                dtype
+            )
+    return state
+
+
+class Holder(nn.Module):
+    """A module whose state_dict is the given one."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for i, tensor in enumerate(state.values()):
+            self.register_buffer(f"tensor{i}", tensor)
+        self.names = list(state)
+
+
+@quick
+@given(states())
+def test_lossless_gives_back_every_bit(state):
+    holder = Holder(state)
+    data, _ = pack.pack(holder)
+    found = pack.unpack(data)
+    assert list(found) == list(holder.state_dict())
+    assert all(same_bits(tensor, found[name]) for name, tensor in holder.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("precision", [2, 5, 16])
+def test_bits_bound_the_error(dtype, precision):
+    model = nn.Linear(40, 30).to(dtype)
+    data, _ = pack.pack(model, precision=precision)
+    found = pack.unpack(data)
+    exact = model.weight.detach().float()
+    step = exact.abs().max() / (2 ** (precision - 1) - 1)
+    storing = 0.01 * exact.abs().max()  # the step and the type have 8 bits or more
+    assert found["weight"].dtype == dtype
+    assert (found["weight"].float() - exact).abs().max() <= step / 2 + storing
+    assert len(found["weight"].unique()) <= 2**precision - 1
+    assert (found["bias"] - model.bias).abs().max() <= 2.0**-precision * model.bias.abs().max()
+
+
+def test_posterior_rounds_by_sigma():
+    model = trained_posterior()
+    data, _ = pack.pack(model, precision=pack.Posterior(steps=2.0))
+    found = pack.unpack(data)
+    pruned = sparsevd.prune(model).state_dict()
+    assert found.keys() == pruned.keys()
+    for i in (0, 2):
+        sigma = torch.exp(model[i].log_sigma2[pruned[f"{i}.weight"] != 0] / 2).median()
+        weight_error = (found[f"{i}.weight"] - pruned[f"{i}.weight"]).abs().max()
+        bias_error = (found[f"{i}.bias"] - pruned[f"{i}.bias"]).abs().max()
+        assert 0.4 * sigma < weight_error <= 1.01 * sigma  # half of two steps, the step itself rounded a little
+        assert bias_error <= 0.26 * sigma
+
+
+def test_coarser_is_smaller():
+    model = trained_posterior()
+    sizes = [len(pack.pack(model, precision=p)[0]) for p in ("lossless", pack.Posterior(0.5), "posterior", 2)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+
+
+def test_posterior_needs_sparse_vd():
+    with pytest.raises(ArgumentError, match="no Sparse VD layer"):
+        pack.pack(small_model(), precision="posterior")
+
+
+@pytest.mark.parametrize("precision", ["lossy", 1, 17, 4.0, True, None])
+def test_unknown_precision_is_refused(precision):
+    with pytest.raises(ArgumentError, match="precision"):
+        pack.pack(small_model(), precision=precision)
+
+
+def test_posterior_steps_must_be_positive():
+    with pytest.raises(ArgumentError, match="steps"):
+        pack.Posterior(0.0)
+
+
+@pytest.mark.parametrize("precision", [8, "posterior"])
+def test_numbers_that_are_not_finite_are_refused_by_name(precision):
+    model = trained_posterior()
+    with torch.no_grad():
+        model[0].bias[0] = math.nan
+    with pytest.raises(ArgumentError, match=r"0\.bias"):
+        pack.pack(model, precision=precision)
+
+
+def test_a_layer_that_lost_everything(recwarn):
+    model = trained_posterior()
+    with torch.no_grad():
+        model[2].log_sigma2.fill_(20.0)
+    found = pack.unpack(pack.pack(model, precision="posterior")[0])
+    assert not found["2.weight"].any()
+    assert torch.equal(found["2.bias"], model[2].bias)
+
+
+def test_a_sparse_vd_model_is_pruned_inside():
+    model = trained_posterior()
+    expected = sparsevd.prune(model).state_dict()
+    found = pack.unpack(pack.pack(model)[0])
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+    assert any(isinstance(layer, sparsevd.layers.SparseLayer) for layer in model)  # the given one stays
+
+
+def test_shared_tensors_are_stored_once():
+    tied = nn.ModuleDict({"a": nn.Linear(50, 50), "b": nn.Linear(50, 50)})
+    separate = len(pack.pack(tied)[0])
+    tied["b"] = tied["a"]
+    data, packed = pack.pack(tied)
+    assert [entry.form.name for entry in packed.entries] == ["FLOAT", "FLOAT", "ALIAS", "ALIAS"]
+    assert len(data) < 0.6 * separate
+    assert torch.equal(pack.unpack(data)["b.weight"], tied["a"].weight)
+
+
+def test_a_view_of_another_shape_is_not_an_alias():
+    whole = torch.randn(4, 4)
+    state = Holder({"a": whole, "b": whole.t(), "c": whole[:2]})
+    found = pack.unpack(pack.pack(state)[0])
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.state_dict().items())
+
+
+def test_without_the_kernels_the_file_is_the_same(monkeypatch):
+    model = small_model()
+    with_c, _ = pack.pack(model)
+    monkeypatch.setattr(native, "_library", lambda: None)
+    without, _ = pack.pack(model)
+    assert with_c == without
+    assert all(same_bits(a, b) for a, b in zip(pack.unpack(with_c).values(), model.state_dict().values(), strict=True))
+
+
+def test_dead_rows_and_columns_cost_next_to_nothing():
+    weight = torch.zeros(400, 1000)
+    weight[:3, :20] = torch.randn(3, 20)
+    _, packed = pack.pack(Holder({"w": weight}))
+    assert packed.entries[0].bits[0] / 8 < 12
+
+
+def test_images_are_found_in_the_columns():
+    """The columns of a layer that reads 20×24 images: which pixels matter is alike one image row further."""
+    middle = torch.zeros(20, 24)
+    middle[5:15, 6:18] = 0.3
+    weight = torch.randn(60, 480) * (torch.rand(60, 480) < middle.reshape(-1))
+    _, packed = pack.pack(Holder({"w": weight}))
+    assert packed.entries[0].width == 24
+
+
+def test_padding_pays_for_what_unpacks_to_much(monkeypatch):
+    monkeypatch.setattr(container, "FREE_BYTES", 0)
+    monkeypatch.setattr(container, "MOST_PER_BYTE", 1000)
+    state = Holder({"w": torch.zeros(500, 500)})
+    data, _ = pack.pack(state)
+    assert len(data) == FRAME + 1000
+    assert not pack.unpack(data)["tensor0"].any()
+    with pytest.raises(FormatError, match="claim to hold"):
+        pack.unpack(sealed(data[FRAME:-1]))
+
+
+# Files
+
+
+def test_save_and_load(tmp_path):
+    model = small_model()
+    sparsevd.save(model, tmp_path / "model.spvd")
+    other = small_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    assert sparsevd.load(tmp_path / "model.spvd", into=other) is other
+    assert all(same_bits(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.spvd"]
+
+
+def test_a_file_that_does_not_fit_leaves_the_model_alone(tmp_path):
+    sparsevd.save(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), tmp_path / "model.spvd")
+    for other in (nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)), nn.Sequential(nn.Linear(3, 4))):
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(FormatError, match="does not fit the model"):
+            sparsevd.load(tmp_path / "model.spvd", into=other)
+        assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+    half = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).half()
+    with pytest.raises(FormatError, match="float32 for .* torch.float16"):
+        sparsevd.load(tmp_path / "model.spvd", into=half)
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(FormatError, match="cannot be read"):
+        sparsevd.load(tmp_path / "missing.spvd", into=nn.Linear(1, 1))
+    (tmp_path / "other.spvd").write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(FormatError, match="not a sparsevd model file"):
+        sparsevd.load(tmp_path / "other.spvd", into=nn.Linear(1, 1))
+    data, _ = pack.pack(nn.Linear(1, 1))
+    (tmp_path / "future.spvd").write_bytes(MAGIC + bytes([VERSION + 1]) + data[5:])
+    with pytest.raises(FormatError, match=f"has format {VERSION + 1}"):
+        sparsevd.load(tmp_path / "future.spvd", into=nn.Linear(1, 1))
+    with pytest.raises(WriteError, match="cannot be written"):
+        sparsevd.save(nn.Linear(1, 1), tmp_path / "other.spvd" / "below.spvd")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("complex", torch.zeros(2, dtype=torch.complex64)), ("meta", torch.zeros(2, device="meta"))],
+)
+def test_what_cannot_be_saved_is_named(name, tensor):
+    model = nn.Module()
+    model.register_buffer(name, tensor)
+    with pytest.raises(ArgumentError, match=name):
+        pack.pack(model)
+
+
+def test_names_with_line_breaks_are_refused():
+    with pytest.raises(ArgumentError, match="line break"):
+        pack.pack(nn.ModuleDict({"a\nb": nn.Linear(1, 1)}))
+
+
+GOLDEN = bytes.fromhex(
+    "5350564401f11876c2005a2ae25cf85408e44286bd8f6f54680c91e4fe82801db8133abbecde7fa1553e3d2c141895219b31"
+    "9533442548e328dd26dbd981f30f9c03fa0b27efccb5536ec296a790b24000ded0b03d24ee617b29639ddc6ccc70a5cdb332"
+    "9c8ce43030d0f6976dcd1be23bf1e5153679f08f76195992a39e15c8dff07623084f03f8a04cea2d"
+)
+
+
+def test_files_of_today_are_read_tomorrow():
+    """A file as format 1 is; if this fails, the format has changed and needs another number."""
+    found = pack.unpack(GOLDEN)
+    expected = {
+        "0.weight": torch.tensor([0.5, 0, -0.25, 0, 0, 1.5, 0, 0]).reshape(2, 1, 2, 2),
+        "0.bias": torch.tensor([0.1, -0.2]),
+        "1.weight": torch.tensor([1.0, 2.0]),
+        "1.bias": torch.zeros(2),
+        "1.running_mean": torch.zeros(2),
+        "1.running_var": torch.ones(2),
+        "1.num_batches_tracked": torch.tensor(0),
+        "4.weight": (torch.arange(24.0) - 11).mul(torch.arange(24) % 3 == 0).reshape(3, 8),
+        "4.bias": torch.tensor([1.0, 0.0, -1.0]),
+    }
+    assert list(found) == list(expected)
+    assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+    image = torch.arange(9.0).reshape(1, 1, 3, 3)
+    torch.testing.assert_close(outputs(pack.rebuild(GOLDEN), image), [torch.tensor([[-59.7997, 60.9997, 55.6997]])])
+
+
+def test_the_page_about_the_format_names_these_bytes():
+    page = (Path(__file__).parent.parent / "docs" / "format.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(container.PRIME).hexdigest() in page
+
+
+# The graph in the file
+
+
+class Grouped(nn.Module):
+    """A branching network: convolutions in groups, a way around, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.fc1, self.fc2 = nn.Linear(8 * 9, 12), nn.Linear(24, 3)
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.relu(self.norm(self.conv1(x)))
+        x = torch.nn.functional.avg_pool2d(x + self.conv2(x), 2)
+        y = self.fc1(x.flatten(1))
+        return self.fc2(torch.cat([torch.relu(y), torch.tanh(y)], 1)), y * self.scale + 0.5
+
+
+def grouped() -> nn.Module:
+    model = Grouped()
+    with torch.no_grad():
+        for layer in (model.conv1, model.conv2, model.fc1, model.fc2):
+            layer.weight.copy_(sparse_tensor(tuple(layer.weight.shape), 0.4))
+        model(torch.randn(20, 2, 6, 6))
+    return model.eval()
+
+
+def outputs(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        found = model(x)
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(small_model, (1, 8, 8)), (grouped, (2, 6, 6))])
+def test_the_network_comes_back_without_its_class(make, shape, tmp_path):
+    model = make()
+    example = torch.randn(2, *shape)
+    sparsevd.save(model, tmp_path / "model.spvd", example=example)
+    again = sparsevd.load(tmp_path / "model.spvd")
+    x = torch.randn(7, *shape)
+    for ours, theirs in zip(outputs(again, x), outputs(model, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    other = make()
+    sparsevd.load(tmp_path / "model.spvd", into=other)  # with a graph or without, `into` serves as well
+    for ours, theirs in zip(outputs(other, x), outputs(model, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_lenet_5_comes_back():
+    model = models.lenet_5_caffe().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(torch.rand_like(parameter) < 0.05)
+    x = torch.rand(3, 1, 28, 28)
+    again = pack.rebuild(pack.pack(model, example=x)[0])
+    torch.testing.assert_close(outputs(again, x), outputs(model, x), rtol=1e-5, atol=1e-6)
+    assert set(again.state_dict()) <= set(model.state_dict())
+
+
+def test_what_nothing_reads_is_not_stored():
+    """Unit 3 of the first layer has no reader: its weights and its bias cost nothing, and nothing changes."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[3].weight[:, 3] = 0
+    x = torch.randn(5, 3, 4)
+    data, packed = pack.pack(model, example=x)
+    found = pack.unpack(data)
+    assert not found["1.weight"][3].any()
+    assert found["1.bias"][3] == 0
+    kept = [i for i in range(8) if i != 3]
+    assert same_bits(found["1.weight"][kept], model[1].weight[kept])
+    torch.testing.assert_close(outputs(pack.rebuild(data), x), outputs(model, x), rtol=0, atol=0)
+    assert len(data) < len(pack.pack(model)[0]) - 12 * 2 + len(packed.graph)
+
+
+def test_a_posterior_file_with_its_graph():
+    model = trained_posterior()
+    x = torch.randn(4, 30)
+    again = pack.rebuild(pack.pack(model, example=x, precision=pack.Posterior(0.01))[0])
+    torch.testing.assert_close(outputs(again, x), outputs(model.eval(), x), rtol=0.02, atol=0.02)
+
+
+def test_without_a_graph_load_asks_for_a_model(tmp_path):
+    sparsevd.save(small_model(), tmp_path / "model.spvd")
+    with pytest.raises(FormatError, match="into=model"):
+        sparsevd.load(tmp_path / "model.spvd")
+
+
+def test_names_that_are_code_are_refused():
+    """torch.fx writes names into the code it makes, so a name must be plain words."""
+    packed = replace(with_graph(), entries=[replace(entry) for entry in with_graph().entries])
+    packed.entries[0].name = 'x") or print("hello'
+    with pytest.raises(FormatError, match="plain words"):
+        pack.rebuild(container.encode(packed))
+
+
+@functools.cache
+def with_graph() -> container.Packed:
+    torch.manual_seed(0)
+    return pack.pack(small_model(), example=torch.zeros(1, 1, 8, 8), precision=2)[1]
+
+
+@quick
+@given(st.data())
+def test_damaged_graphs_never_crash(data):
+    packed = replace(with_graph())
+    changed = bytearray(packed.graph)
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    packed.graph = bytes(changed[: data.draw(st.integers(0, len(changed)))])
+    packed.extra = data.draw(st.integers(0, 1))
+    with suppress(FormatError):
+        pack.rebuild(container.encode(packed, choose_widths=False))
+
+
+# Damaged and hostile files
+
+
+def test_every_truncation_and_every_flipped_bit_is_noticed():
+    data, _ = pack.pack(small_model(), precision=4)
+    for length in range(len(data)):
+        with pytest.raises(FormatError):
+            pack.unpack(data[:length])
+    for i in range(len(data)):
+        with pytest.raises(FormatError):
+            pack.unpack(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
+
+
+def survives(data: bytes) -> str:
+    """Decode; anything but a state_dict or a FormatError is a bug."""
+    try:
+        state = pack.unpack(data)
+    except FormatError:
+        return "refused"
+    assert (
+        sum(tensor.numel() for tensor in state.values()) * 4
+        <= container.FREE_BYTES + len(data) * container.MOST_PER_BYTE
+    )
+    return "read"
+
+
+@quick
+@given(st.data())
+def test_resealed_changes_never_crash(data):
+    """The checksum is put right again, so that the changes get past it."""
+    torch.manual_seed(0)
+    content = bytearray(pack.pack(small_model(), precision=4)[0][FRAME:])
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    survives(sealed(bytes(content[: data.draw(st.integers(0, len(content)))])))
+
+
+@quick
+@given(st.binary(max_size=200))
+def test_random_content_never_crashes(content):
+    survives(sealed(content))
+
+
+def header_file(header: bytes) -> bytes:
+    """A file with this header and nothing after it."""
+    with closing(PythonCoder()) as coder:
+        coder.prime(container.PRIME)
+        coder.code_bytes(bytearray([len(header)]))
+        coder.code_bytes(bytearray(header))
+        return sealed(coder.finish())
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"", "cut off"),
+        (b"\x05ab", "cut off"),
+        (b"\x00\x01name", "name in its header is cut off"),
+        (b"\x00\x01\xff\xfe\n\x01\x00\x17", "not text"),
+        (b"\x00\x02a\n\x01\x00\x17a\n\x01\x00\x17", "twice"),
+        (b"\x00\x01a\n\x3d\x00\x17", "unknown type"),
+        (b"\x00\x01a\n\x0e\x00\x17", "unknown type"),
+        (b"\x00\x01a\n\x03\x00", "does not come before"),
+        (b"\x00\x01a\n\x01\x11" + b"\x01" * 17 + b"\x17", "17 dimensions"),
+        (b"\x00\x01a\n\x01\x00\x18", "24 mantissa bits"),
+        (b"\x00\x01a\n\x02\x01\x05\x00\x00", "step 0"),
+        (b"\x00\x01a\n\x02\x01\x05\x7f\x80", "step inf"),
+        (b"\x00\x01a\n\x02\x01\x05\xbf\x80", "step -1"),
+        (b"\x00\x01a\n\x01\x02\x05\x05\x17\x06", "wider than its 5 columns"),
+        (b"\x00\x01a\n\x01\x01" + b"\xff" * 10 + b"\x01\x17", "number in its header is damaged"),
+        (b"\x00\x01a\n\x01\x01\x80\x80\x80\x80\x10\x17", "claim to hold"),
+        (b"\x00\x01a\n\x00\x02\x80\x80\x80\x80\x10\x00", "claim to hold"),
+        (b"\x00\x00extra", "longer than what it describes"),
+    ],
+)
+def test_hostile_headers_are_refused(header, message):
+    with pytest.raises(FormatError, match=message):
+        pack.unpack(header_file(header))
+
+
+def test_a_header_of_impossible_length_is_refused():
+    for length, message in ((b"\xff\xff\xff\x7f", "its header claims"), (b"\xff" * 6, "length of its header")):
+        with closing(PythonCoder()) as coder:
+            coder.prime(container.PRIME)
+            for byte in length:
+                coder.code_bytes(bytearray([byte]))
+            content = coder.finish()
+        with pytest.raises(FormatError, match=message):
+            pack.unpack(sealed(content))
+
+
+def test_the_decoder_is_clean_under_the_sanitisers(tmp_path):
+    """Random bytes through the C decoder, with every read, write and overflow watched."""
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror"]
+    trivial = tmp_path / "trivial.c"
+    trivial.write_text("int main(void) { return 0; }")
+    trial = ["cc", *checks, str(trivial), "-o", str(tmp_path / "trivial")]
+    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this compiler has no sanitisers")
+    sources = [str(Path(kernels.__file__).parent / "pack.c"), str(Path(__file__).parent / "pack_under_sanitisers.c")]
+    subprocess.run(["cc", "-std=gnu11", "-O1", "-g", *checks, *sources, "-o", str(tmp_path / "check")], check=True)
+    result = subprocess.run([tmp_path / "check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[0]) > 400
