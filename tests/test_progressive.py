@@ -182,6 +182,22 @@ def test_patience_counts_epochs_in_a_row():
     assert layer.weight[0, :3].tolist() == [0.0, 1.0, 0.0]
 
 
+def test_whole_inputs_and_units_go_before_single_weights():
+    model = sparse_model("convolution")
+    optimizer = adam(model)
+    layer = progressive_layers(model)[1]
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.log_sigma2.fill_(0.0)
+        layer.log_sigma2[2] = layer.log_sigma2[:, 5] = 4.0  # a unit and an input
+        layer.log_sigma2[0, 0, 1, 1] = 4.0  # a single weight
+    assert progressive.drop([layer], optimizer, patience=1, whole_only=True) == 8 * 9 + 4 * 9 - 9
+    assert not layer.alive()[2].any()
+    assert not layer.alive()[:, 5].any()
+    assert layer.alive()[0, 0, 1, 1]
+    assert progressive.drop([layer], optimizer, patience=1) == 1
+
+
 def test_fit_reports_what_is_alive_and_the_bound_before_and_after():
     model = network()
     config = sparsevd.FitConfig(epochs=12, batch_size=50, learning_rate=2e-2, drop_from=0.3, drop_patience=2)
@@ -192,7 +208,7 @@ def test_fit_reports_what_is_alive_and_the_bound_before_and_after():
     assert 1 <= units <= first_units <= 16
     dropping = [epoch for epoch in history if epoch.dropped]
     assert dropping
-    assert dropping[0].epoch >= 5  # 0.3 of 12 epochs, and two of them in a row
+    assert dropping[0].epoch >= 4  # β = 1 from 0.2 of 12 epochs on, and two epochs in a row
     for epoch in dropping:
         assert epoch.elbo_before_drop != epoch.elbo_after_drop
         assert abs(epoch.elbo_after_drop - epoch.elbo_before_drop) < 0.2 * abs(epoch.elbo_before_drop)

@@ -56,8 +56,10 @@ class FitConfig:
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
-    drop_from: float = 0.0  # from this part on, but never before β = 1, a weight is dropped for good; 1: none is ...
-    drop_patience: int = 3  # ... once it was above the threshold after so many epochs in a row
+    drop_from: float = (
+        0.7  # from this part on, weights are dropped for good; whole inputs and units once β = 1; 1: none
+    )
+    drop_patience: int = 3  # ... where they were above the threshold after so many epochs in a row with β = 1
     contract: bool = True  # compute without inputs and units that have no weight left
     channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
     variance_dtype: str | None = None  # "float32" or "bfloat16" for the variance product; None: as the layers have it
@@ -215,10 +217,11 @@ def _fit(
             _check_parameters(model, state, folder)
             metrics = _epoch_metrics(model, val, loss, config, state, n)
             # Never before β has its final value: until then a large α means little.
-            if layers and max(config.drop_from, config.warm_up_end) <= metrics.epoch / config.epochs < 1:
+            part = metrics.epoch / config.epochs
+            if layers and config.drop_from < 1 and config.warm_up_end <= part < 1:
                 bound = partial(_bound_on, model, first, loss, n, config.seed)
                 before = bound()
-                count = drop(layers, optimizer, config.drop_patience)
+                count = drop(layers, optimizer, config.drop_patience, whole_only=part < config.drop_from)
                 metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
             metrics = replace(metrics, seconds=time.monotonic() - begun)
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])

@@ -23,10 +23,11 @@ _PAYS_BELOW = 0.8
 
 
 @torch.no_grad()
-def drop(layers: list[SparseLayer], optimizer: torch.optim.Optimizer, patience: int) -> int:
+def drop(layers: list[SparseLayer], optimizer: torch.optim.Optimizer, patience: int, whole_only: bool = False) -> int:
     """Call after every epoch: drops each weight that was above its threshold after `patience` epochs in a row.
 
-    Returns how many weights were dropped by this call.
+    With `whole_only`, only where all weights of an input or of a unit were: these are what costs time, and while the
+    learning rate is high a single weight may still come back. Returns how many weights were dropped by this call.
     """
     dropped = 0
     for layer in layers:
@@ -36,10 +37,20 @@ def drop(layers: list[SparseLayer], optimizer: torch.optim.Optimizer, patience: 
         before = state.get(_EPOCHS_ABOVE, torch.zeros_like(layer.weight, dtype=torch.int16))
         above = layer.log_alpha() > layer.threshold
         state[_EPOCHS_ABOVE] = torch.where(above, (before + 1).clamp_max(patience), 0).to(torch.int16)
-        superfluous = (state[_EPOCHS_ABOVE] >= patience) & layer.alive()
+        superfluous = state[_EPOCHS_ABOVE] >= patience
+        if whole_only:
+            superfluous = _whole(superfluous) if layer.can_contract() else torch.zeros_like(superfluous)
+        superfluous = superfluous & layer.alive()
         layer.drop(superfluous)
         dropped += int(superfluous.sum())
     return dropped
+
+
+def _whole(mask: Tensor) -> Tensor:
+    """The part of a mask over [unit, input, ...] that covers whole units or whole inputs."""
+    matrix = mask.flatten(2).all(2) if mask.ndim > 2 else mask
+    covered = matrix.all(1, keepdim=True) | matrix.all(0, keepdim=True)
+    return covered.view(*covered.shape, *[1] * (mask.ndim - 2)).expand_as(mask)
 
 
 def zero_for_good(layers: list[SparseLayer]) -> list[tuple[SparseLayer, Tensor]]:
