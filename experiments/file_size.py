@@ -2,13 +2,16 @@
 
     python experiments/file_size.py runs/lenet-300-100-seed{0,1,2,3,4} [runs/lenet-5-caffe-seed0 ...]
 
-For every run folder: lossless against safetensors + zstd-19, the posterior at a range of steps, numbers of bits, and
-what `sparsevd compress` chooses (on examples of the training set). The error is that of the network read back from the
-bytes. The ablation takes one coding choice away at a time. Records go to results/file_size.json, one per folder;
-folders that are there are not repeated, and without folders the table is printed.
+For every run folder: lossless against safetensors + zstd-19, the posterior at a range of steps, numbers of bits,
+NNCodec where it is installed (it wants torchvision), and what `sparsevd compress` chooses (on examples of the training
+set). The error is that of the network read back from the bytes. The ablation takes one coding choice away at a time.
+Records go to results/file_size.json, one per folder; folders that are there are not repeated, and without folders the
+table is printed.
 """
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import platform
@@ -16,7 +19,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "file_size.json"
 STEPS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 BITS = (8, 6, 5, 4)
+NNCODEC = ((-24, True), (-18, True), (-16, True), (-16, False))  # its quality, and whether dependent quantisation
 LIMITS = (0.05, 0.1, 0.2)  # --max-error-increase
 
 
@@ -62,6 +65,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "lossless": {"bytes": len(exact), "zstd_bytes": zstd, "over_entropy": len(exact) / entropy},
         "posterior": {str(steps): point(pack.Posterior(steps)) for steps in STEPS},
         "bits": {str(bits): point(bits) for bits in BITS},
+        "nncodec": nncodec(dict(pruned.state_dict()), name, splits) or {},
         "chosen": {},
         "ablation": ablation(model, graph),
     }
@@ -98,7 +102,7 @@ def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
 
 def _one_by_one(packed: container.Packed, as_vectors: bool) -> float:
     """Without hints; as vectors each zero is coded, also in dead rows and columns."""
-    with closing(native.coder()) as stream:
+    with contextlib.closing(native.coder()) as stream:
         for entry, plane, _ in container.with_context(packed.entries):
             if isinstance(entry.values, np.ndarray):
                 values = entry.values.reshape(1, -1) if as_vectors else entry.values
@@ -151,6 +155,27 @@ def _constriction(packed: container.Packed) -> float | None:
     return total
 
 
+def nncodec(state: dict[str, torch.Tensor], name: str, splits: data.Splits) -> dict[str, Any] | None:
+    """The same pruned network by NNCodec, if it is installed: without a graph, and with the biases of dead units."""
+    try:
+        from nncodec import nn as codec
+    except ImportError:
+        return None
+    points = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        for qp, dependent in NNCODEC:
+            settings = {"qp": qp, "nonweight_qp": qp, "use_dq": dependent, "row_skipping": True, "results": folder}
+            plain = {"sparsity": 0, "tca": False, "opt_qp": False, "bnf": False, "lsa": False, "wandb": False}
+            coded = codec.encode({key: tensor.numpy().copy() for key, tensor in state.items()}, settings | plain)
+            decoded = codec.decode(coded, {"wandb": False})
+            network = compress.build_model(name, splits.classes)
+            network.load_state_dict({key: torch.tensor(np.asarray(decoded[key])) for key in state})
+            result = sparsevd.evaluate(network, splits.test)
+            kind = "dependent" if dependent else "plain"
+            points[f"{qp} {kind}"] = {"bytes": len(coded), "error": result.error, "loss": result.loss}
+    return points
+
+
 def table(records: list[dict[str, Any]]) -> None:
     for model in sorted({record["model"] for record in records}):
         runs = [record for record in records if record["model"] == model]
@@ -158,11 +183,11 @@ def table(records: list[dict[str, Any]]) -> None:
         ratio = _mean(r["lossless"]["zstd_bytes"] / r["lossless"]["bytes"] for r in runs)
         print(f"lossless {_mean(r['lossless']['bytes'] for r in runs)} bytes, {ratio} times smaller than zstd-19")
         print(f"bytes over the entropy of the coder's own model: {_mean(r['lossless']['over_entropy'] for r in runs)}")
-        for kind in ("posterior", "bits", "chosen"):
+        for kind in ("posterior", "bits", "nncodec", "chosen"):
             for key in runs[0][kind]:
                 sizes, errors = ([r[kind][key][what] for r in runs] for what in ("bytes", "error"))
                 each = " ".join(f"({size}, {error})" for size, error in zip(sizes, errors, strict=True))
-                print(f"{kind:9} {key:>5}  {_mean(sizes)} bytes at {_mean(errors)} %  {each}")
+                print(f"{kind:9} {key:>13}  {_mean(sizes)} bytes at {_mean(errors)} %  {each}")
         for choice in runs[0]["ablation"]:
             print(f"ablation  {choice}: {_mean(r['ablation'][choice] for r in runs)}")
 

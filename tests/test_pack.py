@@ -231,7 +231,7 @@ def test_posterior_rounds_by_sigma():
         weight_error = (found[f"{i}.weight"] - pruned[f"{i}.weight"]).abs().max()
         bias_error = (found[f"{i}.bias"] - pruned[f"{i}.bias"]).abs().max()
         assert 0.4 * sigma < weight_error <= 1.01 * sigma  # half of two steps, the step itself rounded a little
-        assert bias_error <= 0.26 * sigma
+        assert bias_error <= 0.51 * sigma
 
 
 def test_coarser_is_smaller():

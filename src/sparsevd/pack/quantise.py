@@ -34,7 +34,7 @@ _LARGEST = 1 << 24  # integers that a float32 holds exactly
 class Posterior:
     """Every weight of a Sparse VD layer is rounded to a multiple of `steps`·σ, with the median σ of the kept ones.
 
-    The bias has no posterior and feels every input, so its step is a quarter of that. What else the network has is
+    The bias has no posterior and feels every input, so its step is half of that. What else the network has is
     rounded to 8 mantissa bits.
     """
 
@@ -45,7 +45,7 @@ class Posterior:
             raise ArgumentError(f"steps={self.steps} must be a positive number: the rounding step in units of σ")
 
 
-BIAS_STEP = 0.25  # of the step of the layer's weights
+BIAS_STEP = 0.5  # of the step of the layer's weights
 Precision = str | int | Posterior
 
 
