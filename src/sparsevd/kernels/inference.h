@@ -1,0 +1,54 @@
+/* A sparse Linear or Conv layer made ready for one size of image, and what one instruction set does with it.
+
+   Every such layer is the same sum. The input is copied once into planes with zeros around the image, one plane per
+   channel (for a stride s, one per channel and phase: the columns 0, s, 2s, ... then 1, s + 1, ...). There a weight
+   needs only its offset: output (y, x) of a filter is the sum of weight * in[offset + y * pitch + x] over the filter's
+   nonzeros. Several images may lie beside each other, innermost: then all positions and offsets count groups of them,
+   and a Linear layer is a convolution of 1x1 images. */
+#ifndef SPARSEVD_INFERENCE_H
+#define SPARSEVD_INFERENCE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct nonzero {
+  int32_t offset; /* in floats from the plane of the first channel */
+  float weight;
+};
+
+struct sparse_layer {
+  int32_t channels, height, width;         /* of the input */
+  int32_t outputs, out_height, out_width;  /* of the output */
+  int32_t images;                          /* beside each other in a plane: 1, or a multiple of the vector's lanes */
+  int32_t used;                            /* channels that any weight reads; only these are copied */
+  int32_t stride_y, stride_x, top, left;   /* stride, zeros above and to the left */
+  int32_t rows, pitch;                     /* of one phase: its rows, and positions from one row to the next */
+  int32_t plane;                           /* positions from one used channel to the next, all phases */
+  int32_t zeros;                           /* positions of a plane that no pixel fills */
+  int32_t direct;                          /* the input itself already has the layout of the planes */
+  float low, high;                         /* the activation is clamp(x, low, high) */
+  const int32_t *slot;                     /* [channels]: which plane a channel has, -1 for none */
+  const int32_t *place;                    /* [height * width]: where in the plane a pixel lies, -1 for nowhere */
+  const int32_t *zero;                     /* [zeros]: the other positions */
+  const int32_t *order;                    /* [outputs]: filters by their number of nonzeros, which loops then predict */
+  const int32_t *starts;                   /* [outputs + 1]: where in nonzeros those of filter order[i] start */
+  const struct nonzero *nonzeros;
+  const float *bias; /* [outputs] */
+};
+
+/* A part of the work on one group of images: filters order[first] to order[last - 1]. */
+struct sparse_kernels {
+  int lanes;
+  void (*pack)(const struct sparse_layer *layer, const float *in, ptrdiff_t image_stride, ptrdiff_t images,
+               float *planes, ptrdiff_t first_channel, ptrdiff_t last_channel);
+  void (*product)(const struct sparse_layer *layer, const float *planes, float *out, int32_t first, int32_t last);
+  void (*unpack)(const float *interleaved, ptrdiff_t group, ptrdiff_t images, float *out, ptrdiff_t image_stride,
+                 ptrdiff_t first, ptrdiff_t last);
+};
+
+extern const struct sparse_kernels sparse_kernels_generic;
+#if defined(__x86_64__)
+extern const struct sparse_kernels sparse_kernels_avx2, sparse_kernels_avx512;
+#endif
+
+#endif

@@ -1,0 +1,248 @@
+/* The sparse layers of inference. Included once per instruction set, after its LANES, TARGET and NAME. */
+
+#include "vectors.h"
+
+#define TILE 12    /* vectors of outputs held in registers: 16 in all on AVX2, some of them for weight and input */
+#define STRIP 16   /* filters whose outputs wait in a small buffer to be cropped */
+#define UNROLL _Pragma("GCC unroll 16")
+#define MINIMUM(a, b) ((a) < (b) ? (a) : (b))
+
+/* ---- a tile of outputs in registers, one filter after the other ---- */
+
+struct NAME(tile) {
+  const struct sparse_layer *layer;
+  int32_t first, last;                     /* filters in their order */
+  const float *in;                         /* the tile's first position in the first plane */
+  float *out;                              /* its first output of filter 0, or of filter `first` in a strip */
+  ptrdiff_t in_pitch, out_pitch, out_filter; /* floats between rows, and between filters */
+  int strip;                               /* filters follow each other in their order instead of by number */
+};
+
+INLINE vf NAME(clamp)(vf x, float low, float high) { /* NaN stays */
+  x = select(x < splat(low), splat(low), x);
+  return select(x > splat(high), splat(high), x);
+}
+
+/* R rows of V vectors. U nonzeros at a time have sums of their own, so that even a small tile keeps the arithmetic busy. */
+INLINE void NAME(tile)(const struct NAME(tile) *t, const int R, const int V, const int U) {
+  const struct sparse_layer *layer = t->layer;
+  const float low = layer->low, high = layer->high;
+  for (int32_t i = t->first; i < t->last; i++) {
+    const struct nonzero *k = layer->nonzeros + layer->starts[i], *end = layer->nonzeros + layer->starts[i + 1];
+    const int32_t filter = layer->order[i];
+    vf sum[TILE];
+    const vf bias = splat(layer->bias[filter]);
+    UNROLL for (int j = 0; j < R * V; j++) sum[j] = bias;
+    UNROLL for (int j = R * V; j < U * R * V; j++) sum[j] = splat(0.0f);
+    for (; k + U <= end; k += U)
+      UNROLL for (int u = 0; u < U; u++) {
+        const float *in = t->in + k[u].offset;
+        const vf weight = splat(k[u].weight);
+        UNROLL for (int r = 0; r < R; r++)
+          UNROLL for (int v = 0; v < V; v++)
+            sum[(u * R + r) * V + v] += weight * load(in + r * t->in_pitch + v * LANES);
+      }
+    if (U > 1)
+      for (; k < end; k++) {
+        const float *in = t->in + k->offset;
+        const vf weight = splat(k->weight);
+        UNROLL for (int r = 0; r < R; r++)
+          UNROLL for (int v = 0; v < V; v++) sum[r * V + v] += weight * load(in + r * t->in_pitch + v * LANES);
+      }
+    float *out = t->out + t->out_filter * (t->strip ? i - t->first : filter);
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int v = 0; v < V; v++) {
+        vf total = sum[r * V + v];
+        UNROLL for (int u = 1; u < U; u++) total += sum[(u * R + r) * V + v];
+        store(out + r * t->out_pitch + v * LANES, NAME(clamp)(total, low, high));
+      }
+  }
+}
+
+#define TILE_SIZES(X) \
+  X(1, 1, 8) X(2, 1, 4) X(3, 1, 4) X(4, 1, 3) X(5, 1, 2) X(6, 1, 2) X(7, 1, 1) X(8, 1, 1) X(9, 1, 1) X(10, 1, 1) \
+  X(11, 1, 1) X(12, 1, 1) X(1, 2, 4) X(2, 2, 3) X(3, 2, 2) X(4, 2, 1) X(5, 2, 1) X(6, 2, 1) X(1, 3, 4) X(2, 3, 2) \
+  X(3, 3, 1) X(4, 3, 1) X(1, 4, 3) X(2, 4, 1) X(3, 4, 1) X(1, 5, 2) X(2, 5, 1) X(1, 6, 2) X(2, 6, 1) X(1, 7, 1) \
+  X(1, 8, 1) X(1, 9, 1) X(1, 10, 1) X(1, 11, 1) X(1, 12, 1)
+#define TILE_FUNCTION(R, V, U) \
+  TARGET static void NAME(tile_##R##x##V)(const struct NAME(tile) *t) { NAME(tile)(t, R, V, U); }
+#define TILE_CASE(R, V, U) case (R) * 16 + (V): NAME(tile_##R##x##V)(t); break;
+TILE_SIZES(TILE_FUNCTION)
+
+static void NAME(run_tile)(const struct NAME(tile) *t, ptrdiff_t rows, ptrdiff_t vectors) {
+  switch (rows * 16 + vectors) { TILE_SIZES(TILE_CASE) }
+}
+
+/* ---- one layer, one group of images ---- */
+
+/* Rows of outputs that are whole vectors go straight where they belong: out is [outputs][out_height][out_width][images]. */
+TARGET static void NAME(product_rows)(struct NAME(tile) t, const float *planes, float *out) {
+  const struct sparse_layer *layer = t.layer;
+  const ptrdiff_t row = (ptrdiff_t)layer->out_width * layer->images, vectors = row / LANES;
+  const ptrdiff_t across = (vectors + TILE - 1) / TILE, v_step = (vectors + across - 1) / across;
+  const ptrdiff_t at_most = TILE / v_step, down = (layer->out_height + at_most - 1) / at_most;
+  const ptrdiff_t r_step = (layer->out_height + down - 1) / down;
+  t.in_pitch = (ptrdiff_t)layer->pitch * layer->images;
+  t.out_pitch = row;
+  t.out_filter = row * layer->out_height;
+  for (ptrdiff_t y = 0; y < layer->out_height; y += r_step)
+    for (ptrdiff_t v = 0; v < vectors; v += v_step) {
+      t.in = planes + y * t.in_pitch + v * LANES;
+      t.out = out + y * row + v * LANES;
+      NAME(run_tile)(&t, MINIMUM(r_step, layer->out_height - y), MINIMUM(v_step, vectors - v));
+    }
+}
+
+/* Other images as one long row, the gaps between its rows computed too and cropped: out is [outputs][height][width]. */
+TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *planes, float *out) {
+  const struct sparse_layer *layer = t.layer;
+  const ptrdiff_t width = layer->out_width, pitch = layer->pitch, size = width * layer->out_height;
+  const ptrdiff_t vectors = ((layer->out_height - 1) * pitch + width + LANES - 1) / LANES;
+  const ptrdiff_t across = (vectors + TILE - 1) / TILE, step = (vectors + across - 1) / across;
+  const int32_t first = t.first, last = t.last;
+  float strip[STRIP * TILE * LANES];
+  for (ptrdiff_t v = 0; v < vectors; v += step) {
+    const ptrdiff_t count = MINIMUM(step, vectors - v), start = v * LANES, end = start + count * LANES;
+    t.in = planes + start;
+    if (pitch == width && end <= size) { /* no gaps */
+      t.strip = 0, t.first = first, t.last = last, t.out = out + start, t.out_filter = size;
+      NAME(run_tile)(&t, 1, count);
+      continue;
+    }
+    const ptrdiff_t y_first = start / pitch, y_last = MINIMUM((end - 1) / pitch, layer->out_height - 1);
+    t.strip = 1, t.out = strip, t.out_filter = TILE * LANES;
+    for (t.first = first; t.first < last; t.first = t.last) {
+      t.last = MINIMUM(t.first + STRIP, last);
+      NAME(run_tile)(&t, 1, count);
+      for (int32_t i = t.first; i < t.last; i++) {
+        float *image = out + size * layer->order[i];
+        const float *source = strip + TILE * LANES * (i - t.first) - start;
+        for (ptrdiff_t y = y_first; y <= y_last; y++) {
+          ptrdiff_t from = y * pitch, to = from + width;
+          float *pixel = image + y * width - from;
+          if (from < start) from = start;
+          if (to > end) to = end;
+          for (; from + LANES <= to; from += LANES) store(pixel + from, load(source + from));
+          for (; from < to; from++) pixel[from] = source[from];
+        }
+      }
+    }
+  }
+}
+
+/* A single output per filter: there is nothing to spread over lanes. Sums of neighbouring filters overlap. */
+TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, float *out) {
+  const struct sparse_layer *layer = t.layer;
+  for (int32_t i = t.first; i < t.last; i++) {
+    const struct nonzero *k = layer->nonzeros + layer->starts[i], *end = layer->nonzeros + layer->starts[i + 1];
+    const int32_t filter = layer->order[i];
+    float a = layer->bias[filter], b = 0, c = 0, d = 0;
+    for (; k + 4 <= end; k += 4) {
+      a += k[0].weight * in[k[0].offset];
+      b += k[1].weight * in[k[1].offset];
+      c += k[2].weight * in[k[2].offset];
+      d += k[3].weight * in[k[3].offset];
+    }
+    for (; k < end; k++) a += k->weight * in[k->offset];
+    a = (a + b) + (c + d);
+    a = a < layer->low ? layer->low : a;
+    out[filter] = a > layer->high ? layer->high : a;
+  }
+}
+
+TARGET static void NAME(product)(const struct sparse_layer *layer, const float *planes, float *out, int32_t first,
+                                 int32_t last) {
+  struct NAME(tile) t = {layer, first, last, planes, out, 0, 0, 0, 0};
+  const ptrdiff_t row = (ptrdiff_t)layer->out_width * layer->images;
+  if (row % LANES == 0) NAME(product_rows)(t, planes, out);
+  else if (row * layer->out_height == 1) NAME(product_single)(t, planes, out);
+  else NAME(product_cropped)(t, planes, out);
+}
+
+/* ---- into the planes, and out of them ---- */
+
+/* LANES vectors as the rows of a square, turned into its columns: log2(LANES) times, row i is woven with row
+   i + LANES / 2. */
+INLINE void NAME(transpose)(vf square[LANES]) {
+  vi low, high;
+  for (int lane = 0; lane < LANES; lane++) {
+    low[lane] = lane / 2 + lane % 2 * LANES;
+    high[lane] = low[lane] + LANES / 2;
+  }
+  UNROLL for (int stage = 1; stage < LANES; stage *= 2) {
+    vf woven[LANES];
+    UNROLL for (int i = 0; i < LANES / 2; i++) {
+      woven[2 * i] = __builtin_shuffle(square[i], square[i + LANES / 2], low);
+      woven[2 * i + 1] = __builtin_shuffle(square[i], square[i + LANES / 2], high);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) square[i] = woven[i];
+  }
+}
+
+/* One image, channel by channel. */
+TARGET static void NAME(pack_single)(const struct sparse_layer *layer, const float *in, float *planes,
+                                     ptrdiff_t first_channel, ptrdiff_t last_channel) {
+  const ptrdiff_t width = layer->width, size = layer->height * width;
+  for (ptrdiff_t channel = first_channel; channel < last_channel; channel++) {
+    if (layer->slot[channel] < 0) continue;
+    const float *image = in + channel * size;
+    float *plane = planes + (ptrdiff_t)layer->slot[channel] * layer->plane;
+    for (int32_t i = 0; i < layer->zeros; i++) plane[layer->zero[i]] = 0;
+    if (layer->stride_x == 1) /* whole rows stay together */
+      for (ptrdiff_t y = 0; y < layer->height; y++) {
+        if (layer->place[y * width] >= 0) memcpy(plane + layer->place[y * width], image + y * width, sizeof(float) * width);
+      }
+    else
+      for (ptrdiff_t i = 0; i < size; i++)
+        if (layer->place[i] >= 0) plane[layer->place[i]] = image[i];
+  }
+}
+
+/* A group of images beside each other; those that are missing are zeros. */
+TARGET static void NAME(pack)(const struct sparse_layer *layer, const float *in, ptrdiff_t image_stride,
+                              ptrdiff_t images, float *planes, ptrdiff_t first_channel, ptrdiff_t last_channel) {
+  if (layer->images == 1) {
+    NAME(pack_single)(layer, in, planes, first_channel, last_channel);
+    return;
+  }
+  const ptrdiff_t size = (ptrdiff_t)layer->height * layer->width, group = layer->images;
+  for (ptrdiff_t channel = first_channel; channel < last_channel && layer->zeros; channel++)
+    if (layer->slot[channel] >= 0) {
+      float *plane = planes + (ptrdiff_t)layer->slot[channel] * layer->plane * group;
+      for (int32_t i = 0; i < layer->zeros; i++)
+        for (ptrdiff_t n = 0; n < group; n += LANES) store(plane + layer->zero[i] * group + n, splat(0.0f));
+    }
+  for (ptrdiff_t n = 0; n < group; n += LANES) {
+    ptrdiff_t channel = first_channel, pixel = 0;
+    for (ptrdiff_t i = first_channel * size; i < last_channel * size; i += LANES) {
+      const ptrdiff_t count = MINIMUM(last_channel * size - i, LANES);
+      vf square[LANES];
+      UNROLL for (int row = 0; row < LANES; row++)
+        square[row] = n + row < images ? load_part(in + (n + row) * image_stride + i, count) : splat(0.0f);
+      NAME(transpose)(square);
+      for (ptrdiff_t column = 0; column < count; column++) {
+        const ptrdiff_t plane = layer->slot[channel], place = layer->place[pixel];
+        if (plane >= 0 && place >= 0) store(planes + (plane * layer->plane + place) * group + n, square[column]);
+        if (++pixel == size) pixel = 0, channel++;
+      }
+    }
+  }
+}
+
+/* Numbers first to last - 1 of every image, out of a group of images beside each other. */
+TARGET static void NAME(unpack)(const float *interleaved, ptrdiff_t group, ptrdiff_t images, float *out,
+                                ptrdiff_t image_stride, ptrdiff_t first, ptrdiff_t last) {
+  for (ptrdiff_t i = first; i < last; i += LANES) {
+    const ptrdiff_t count = MINIMUM(last - i, LANES);
+    for (ptrdiff_t n = 0; n < images; n += LANES) {
+      vf square[LANES];
+      UNROLL for (int row = 0; row < LANES; row++)
+        square[row] = row < count ? load(interleaved + (i + row) * group + n) : splat(0.0f);
+      NAME(transpose)(square);
+      UNROLL for (int column = 0; column < LANES; column++)
+        if (n + column < images) store_part(out + (n + column) * image_stride + i, square[column], count);
+    }
+  }
+}
+
+const struct sparse_kernels NAME(sparse_kernels) = {LANES, NAME(pack), NAME(product), NAME(unpack)};
