@@ -159,9 +159,9 @@ class SparseProduct:
         self._scratch = built.sparsevd_sparse_scratch(self._address)
         self._run = built.sparsevd_sparse_run
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, threads: int | None = None) -> Tensor:
         """x is contiguous [N, C, H, W] or [N, C] of the right size."""
-        threads = torch.get_num_threads()
+        threads = threads or torch.get_num_threads()
         out = torch.empty((x.shape[0], self.outputs, *(self.out_size if x.ndim == 4 else ())), dtype=torch.float32)
         self._run(
             self.instruction_set,
