@@ -23,37 +23,39 @@ static float number(void) { return (float)(up_to(2001) - 1000) / 1000.0f; }
 static int32_t *ints(ptrdiff_t n) { return malloc(sizeof(int32_t) * (n ? n : 1)); }
 static int larger_of(int a, int b) { return a > b ? a : b; }
 
+static int rows, stride_y;
 static int position(const struct sparse_layer *l, int y, int x) {
-  const int phase = y % l->stride_y * l->stride_x + x % l->stride_x;
-  return (phase * l->rows + y / l->stride_y) * l->pitch + x / l->stride_x;
+  const int phase = y % stride_y * l->stride_x + x % l->stride_x;
+  return (phase * rows + y / stride_y) * l->pitch + x / l->stride_x;
 }
 
 static int one(int set, int images) {
   struct sparse_layer l = {0};
   l.channels = 1 + up_to(6), l.outputs = 1 + up_to(20), l.height = 1 + up_to(30), l.width = 1 + up_to(30);
-  l.stride_y = 1 + up_to(3), l.stride_x = 1 + up_to(3), l.top = up_to(3), l.left = up_to(3), l.images = images;
-  if (up_to(4) == 0) l.height = l.width = 1 + up_to(2), l.top = l.left = 0;
-  const int bottom = up_to(3) * (l.top > 0), right = up_to(3) * (l.left > 0), tall = l.height + l.top + bottom;
-  const int wide = l.width + l.left + right, ky = 1 + up_to(tall < 5 ? tall : 5), kx = 1 + up_to(wide < 5 ? wide : 5);
+  l.stride_x = 1 + up_to(3), l.images = images, stride_y = 1 + up_to(3);
+  int top = up_to(3), left = up_to(3);
+  if (up_to(4) == 0) l.height = l.width = 1 + up_to(2), top = left = 0;
+  const int bottom = up_to(3) * (top > 0), right = up_to(3) * (left > 0), tall = l.height + top + bottom;
+  const int wide = l.width + left + right, ky = 1 + up_to(tall < 5 ? tall : 5), kx = 1 + up_to(wide < 5 ? wide : 5);
   const int dy = 1 + (2 * (ky - 1) < tall && up_to(2)), dx = 1 + (2 * (kx - 1) < wide && up_to(2));
   const int batch = 1 + up_to(2 * images + 2), sparse = up_to(5);
-  l.out_height = (tall - dy * (ky - 1) - 1) / l.stride_y + 1;
+  l.out_height = (tall - dy * (ky - 1) - 1) / stride_y + 1;
   l.out_width = (wide - dx * (kx - 1) - 1) / l.stride_x + 1;
-  l.rows = (tall + l.stride_y - 1) / l.stride_y;
-  const int side = larger_of(l.left, right), shared = l.stride_x == 1;
+  rows = (tall + stride_y - 1) / stride_y;
+  const int side = larger_of(left, right), shared = l.stride_x == 1;
   l.pitch = shared ? larger_of(l.width + side, l.out_width) : (wide + l.stride_x - 1) / l.stride_x;
-  l.plane = l.stride_y * l.stride_x * l.rows * l.pitch + shared * side;
+  l.plane = stride_y * l.stride_x * rows * l.pitch + shared * side;
   l.low = up_to(2) ? -INFINITY : 0, l.high = INFINITY;
 
-  int32_t *slot = ints(l.channels), *place = ints((ptrdiff_t)l.height * l.width), *zero = ints(l.plane);
+  int32_t *slot = ints(l.channels), *place = ints((ptrdiff_t)l.height * l.width), *zero = ints(2 * l.plane);
   int32_t *order = ints(l.outputs), *starts = ints(l.outputs + 1);
   char *filled = calloc(l.plane, 1);
   for (int c = 0; c < l.channels; c++) slot[c] = l.channels > 2 && c == 1 ? -1 : l.used++; /* channel 1 is dead */
   for (int y = 0; y < l.height; y++)
     for (int x = 0; x < l.width; x++)
-      filled[place[y * l.width + x] = position(&l, y + l.top, x + l.left)] = 1;
+      filled[place[y * l.width + x] = position(&l, y + top, x + left)] = 1;
   for (int p = 0; p < l.plane; p++)
-    if (!filled[p]) zero[l.zeros++] = p;
+    if (!filled[p]) zero[2 * l.zero_runs] = p, zero[2 * l.zero_runs++ + 1] = 1;
   const int taps = l.channels * ky * kx;
   float *weight = malloc(sizeof(float) * l.outputs * taps), *bias = malloc(sizeof(float) * l.outputs);
   struct nonzero *nonzeros = malloc(sizeof(struct nonzero) * (l.outputs * taps));
@@ -89,7 +91,7 @@ static int one(int set, int images) {
         for (int x = 0; x < l.out_width; x++) {
           double sum = bias[o];
           for (int t = 0; t < taps; t++) {
-            const int iy = y * l.stride_y + t / kx % ky * dy - l.top, ix = x * l.stride_x + t % kx * dx - l.left;
+            const int iy = y * stride_y + t / kx % ky * dy - top, ix = x * l.stride_x + t % kx * dx - left;
             if (iy < 0 || iy >= l.height || ix < 0 || ix >= l.width) continue;
             sum += (double)weight[o * taps + t] * in[n * in_size + (t / (ky * kx) * l.height + iy) * l.width + ix];
           }

@@ -21,15 +21,15 @@ struct sparse_layer {
   int32_t outputs, out_height, out_width;  /* of the output */
   int32_t images;                          /* beside each other in a plane: 1, or a multiple of the vector's lanes */
   int32_t used;                            /* channels that any weight reads; only these are copied */
-  int32_t stride_y, stride_x, top, left;   /* stride, zeros above and to the left */
-  int32_t rows, pitch;                     /* of one phase: its rows, and positions from one row to the next */
+  int32_t stride_x;                        /* with 1 the pixels of a row stay together */
+  int32_t pitch;                           /* positions from one row of a phase to the next */
   int32_t plane;                           /* positions from one used channel to the next, all phases */
-  int32_t zeros;                           /* positions of a plane that no pixel fills */
+  int32_t zero_runs;                       /* of positions in a plane that no pixel fills */
   int32_t direct;                          /* the input itself already has the layout of the planes */
   float low, high;                         /* the activation is clamp(x, low, high) */
   const int32_t *slot;                     /* [channels]: which plane a channel has, -1 for none */
-  const int32_t *place;                    /* [height * width]: where in the plane a pixel lies, -1 for nowhere */
-  const int32_t *zero;                     /* [zeros]: the other positions */
+  const int32_t *place;                    /* [height * width]: where in the plane a pixel lies */
+  const int32_t *zero;                     /* [zero_runs][2]: the other positions, first and count */
   const int32_t *order;                    /* [outputs]: filters by their number of nonzeros, which loops then predict */
   const int32_t *starts;                   /* [outputs + 1]: where in nonzeros those of filter order[i] start */
   const struct nonzero *nonzeros;

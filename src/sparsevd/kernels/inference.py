@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsevd import kernels
 
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
-_INTS = "channels height width outputs out_height out_width images used stride_y stride_x top left rows pitch plane"
+_INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
 _POINTERS = "slot place zero order starts nonzeros bias"
 
 
@@ -23,7 +23,7 @@ class _Layer(ctypes.Structure):
     """struct sparse_layer"""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zeros", "direct")),
+        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zero_runs", "direct")),
         ("low", ctypes.c_float),
         ("high", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),
@@ -105,7 +105,7 @@ class SparseProduct:
 
         y, x = np.divmod(np.arange(height * width), width)
         place = position(y + top, x + left)
-        zero = np.setdiff1d(np.arange(plane), place)
+        zero = _runs(np.setdiff1d(np.arange(plane), place))
         filters, channels, kernel_y, kernel_x = np.nonzero(dense)
         values = dense[filters, channels, kernel_y, kernel_x]
         channels = channels + filters // (self.outputs // geometry.groups) * dense.shape[1]
@@ -142,14 +142,10 @@ class SparseProduct:
             out_width=out_width,
             images=images,
             used=int(read.sum()),
-            stride_y=stride_y,
             stride_x=stride_x,
-            top=top,
-            left=left,
-            rows=rows,
             pitch=pitch,
             plane=plane,
-            zeros=len(zero),
+            zero_runs=len(zero),
             direct=direct,
             low=low,
             high=high,
@@ -173,6 +169,12 @@ class SparseProduct:
             scratch(threads * self._scratch),
         )
         return out
+
+
+def _runs(positions: np.ndarray) -> np.ndarray:
+    """Ascending positions as [runs, 2]: the first of each run of neighbours, and their number."""
+    firsts = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
+    return np.stack([positions[firsts], np.diff(firsts, append=len(positions))], axis=1)
 
 
 _OWN = threading.local()

@@ -163,19 +163,49 @@ TARGET static void NAME(product)(const struct sparse_layer *layer, const float *
 
 /* LANES vectors as the rows of a square, turned into its columns: log2(LANES) times, row i is woven with row
    i + LANES / 2. */
+#if LANES == 4
+#define WEAVE_LOW 0, 4, 1, 5
+#define WEAVE_HIGH 2, 6, 3, 7
+#elif LANES == 8
+#define WEAVE_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define WEAVE_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define WEAVE_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define WEAVE_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#endif
+#ifdef __clang__
+#define WEAVE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define WEAVE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
 INLINE void NAME(transpose)(vf square[LANES]) {
-  vi low, high;
-  for (int lane = 0; lane < LANES; lane++) {
-    low[lane] = lane / 2 + lane % 2 * LANES;
-    high[lane] = low[lane] + LANES / 2;
-  }
   UNROLL for (int stage = 1; stage < LANES; stage *= 2) {
     vf woven[LANES];
     UNROLL for (int i = 0; i < LANES / 2; i++) {
-      woven[2 * i] = __builtin_shuffle(square[i], square[i + LANES / 2], low);
-      woven[2 * i + 1] = __builtin_shuffle(square[i], square[i + LANES / 2], high);
+      woven[2 * i] = WEAVE(square[i], square[i + LANES / 2], WEAVE_LOW);
+      woven[2 * i + 1] = WEAVE(square[i], square[i + LANES / 2], WEAVE_HIGH);
     }
     UNROLL for (int i = 0; i < LANES; i++) square[i] = woven[i];
+  }
+}
+
+INLINE void NAME(copy)(float *to, const float *from, ptrdiff_t count) {
+  if (count < LANES) {
+    for (ptrdiff_t i = 0; i < count; i++) to[i] = from[i];
+    return;
+  }
+  for (ptrdiff_t i = 0; i < count - LANES; i += LANES) store(to + i, load(from + i));
+  store(to + count - LANES, load(from + count - LANES)); /* the last one overlaps */
+}
+
+/* The positions of a plane that no pixel fills. */
+INLINE void NAME(clear)(const struct sparse_layer *layer, float *plane) {
+  for (int32_t run = 0; run < layer->zero_runs; run++) {
+    float *to = plane + (ptrdiff_t)layer->zero[2 * run] * layer->images;
+    const ptrdiff_t count = (ptrdiff_t)layer->zero[2 * run + 1] * layer->images;
+    ptrdiff_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, splat(0.0f));
+    for (; i < count; i++) to[i] = 0;
   }
 }
 
@@ -187,14 +217,11 @@ TARGET static void NAME(pack_single)(const struct sparse_layer *layer, const flo
     if (layer->slot[channel] < 0) continue;
     const float *image = in + channel * size;
     float *plane = planes + (ptrdiff_t)layer->slot[channel] * layer->plane;
-    for (int32_t i = 0; i < layer->zeros; i++) plane[layer->zero[i]] = 0;
+    NAME(clear)(layer, plane);
     if (layer->stride_x == 1) /* whole rows stay together */
-      for (ptrdiff_t y = 0; y < layer->height; y++) {
-        if (layer->place[y * width] >= 0) memcpy(plane + layer->place[y * width], image + y * width, sizeof(float) * width);
-      }
+      for (ptrdiff_t i = 0; i < size; i += width) NAME(copy)(plane + layer->place[i], image + i, width);
     else
-      for (ptrdiff_t i = 0; i < size; i++)
-        if (layer->place[i] >= 0) plane[layer->place[i]] = image[i];
+      for (ptrdiff_t i = 0; i < size; i++) plane[layer->place[i]] = image[i];
   }
 }
 
@@ -205,26 +232,31 @@ TARGET static void NAME(pack)(const struct sparse_layer *layer, const float *in,
     NAME(pack_single)(layer, in, planes, first_channel, last_channel);
     return;
   }
-  const ptrdiff_t size = (ptrdiff_t)layer->height * layer->width, group = layer->images;
-  for (ptrdiff_t channel = first_channel; channel < last_channel && layer->zeros; channel++)
-    if (layer->slot[channel] >= 0) {
-      float *plane = planes + (ptrdiff_t)layer->slot[channel] * layer->plane * group;
-      for (int32_t i = 0; i < layer->zeros; i++)
-        for (ptrdiff_t n = 0; n < group; n += LANES) store(plane + layer->zero[i] * group + n, splat(0.0f));
+  const ptrdiff_t size = (ptrdiff_t)layer->height * layer->width, group = layer->images, end = last_channel * size;
+  const ptrdiff_t plane_size = layer->plane * group;
+  for (ptrdiff_t channel = first_channel; channel < last_channel; channel++)
+    if (layer->slot[channel] >= 0) NAME(clear)(layer, planes + layer->slot[channel] * plane_size);
+  ptrdiff_t channel = first_channel, pixel = 0;
+  for (ptrdiff_t i = first_channel * size; i < end; i += LANES) {
+    ptrdiff_t to[LANES]; /* where each of these pixels goes, -1 for nowhere */
+    for (int column = 0; column < LANES; column++) {
+      to[column] = -1;
+      if (i + column >= end) continue;
+      if (layer->slot[channel] >= 0) to[column] = layer->slot[channel] * plane_size + layer->place[pixel] * group;
+      if (++pixel == size) pixel = 0, channel++;
     }
-  for (ptrdiff_t n = 0; n < group; n += LANES) {
-    ptrdiff_t channel = first_channel, pixel = 0;
-    for (ptrdiff_t i = first_channel * size; i < last_channel * size; i += LANES) {
-      const ptrdiff_t count = MINIMUM(last_channel * size - i, LANES);
+    for (ptrdiff_t n = 0; n < group; n += LANES) {
+      const float *from = in + n * image_stride + i;
       vf square[LANES];
-      UNROLL for (int row = 0; row < LANES; row++)
-        square[row] = n + row < images ? load_part(in + (n + row) * image_stride + i, count) : splat(0.0f);
-      NAME(transpose)(square);
-      for (ptrdiff_t column = 0; column < count; column++) {
-        const ptrdiff_t plane = layer->slot[channel], place = layer->place[pixel];
-        if (plane >= 0 && place >= 0) store(planes + (plane * layer->plane + place) * group + n, square[column]);
-        if (++pixel == size) pixel = 0, channel++;
+      if (n + LANES <= images && i + LANES <= end) {
+        UNROLL for (int row = 0; row < LANES; row++) square[row] = load(from + row * image_stride);
+      } else {
+        for (int row = 0; row < LANES; row++)
+          square[row] = n + row < images ? load_part(from + row * image_stride, end - i) : splat(0.0f);
       }
+      NAME(transpose)(square);
+      UNROLL for (int column = 0; column < LANES; column++)
+        if (to[column] >= 0) store(planes + to[column] + n, square[column]);
     }
   }
 }
@@ -235,12 +267,17 @@ TARGET static void NAME(unpack)(const float *interleaved, ptrdiff_t group, ptrdi
   for (ptrdiff_t i = first; i < last; i += LANES) {
     const ptrdiff_t count = MINIMUM(last - i, LANES);
     for (ptrdiff_t n = 0; n < images; n += LANES) {
+      const float *from = interleaved + i * group + n;
+      float *to = out + n * image_stride + i;
       vf square[LANES];
-      UNROLL for (int row = 0; row < LANES; row++)
-        square[row] = row < count ? load(interleaved + (i + row) * group + n) : splat(0.0f);
+      UNROLL for (int row = 0; row < LANES; row++) square[row] = row < count ? load(from + row * group) : splat(0.0f);
       NAME(transpose)(square);
-      UNROLL for (int column = 0; column < LANES; column++)
-        if (n + column < images) store_part(out + (n + column) * image_stride + i, square[column], count);
+      if (count == LANES && n + LANES <= images) {
+        UNROLL for (int column = 0; column < LANES; column++) store(to + column * image_stride, square[column]);
+      } else {
+        for (int column = 0; column < LANES && n + column < images; column++)
+          store_part(to + column * image_stride, square[column], count);
+      }
     }
   }
 }
