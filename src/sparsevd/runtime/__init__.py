@@ -1,0 +1,1 @@
+"""Running a pruned network on an ordinary CPU."""
