@@ -20,6 +20,7 @@ ORDER = [
     "kernels",
     "layers",
     "convert",
+    "runtime",
     "objective",
     "summary",
     "batches",

@@ -5,6 +5,7 @@ from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.objective import elbo_loss, kl
+from sparsevd.runtime.accelerate import accelerate
 from sparsevd.summary import summary
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __all__ = [
     "FitConfig",
     "SparseVDError",
     "SparseVDWarning",
+    "accelerate",
     "elbo",
     "elbo_loss",
     "evaluate",

@@ -1,5 +1,7 @@
 /* The sparse layers of inference. Included once per instruction set, after its LANES, TARGET and NAME. */
 
+#include <math.h>
+
 #include "vectors.h"
 
 #define TILE 12    /* vectors of outputs held in registers: 16 in all on AVX2, some of them for weight and input */
@@ -18,9 +20,10 @@ struct NAME(tile) {
   int strip;                               /* filters follow each other in their order instead of by number */
 };
 
-INLINE vf NAME(clamp)(vf x, float low, float high) { /* NaN stays */
-  x = select(x < splat(low), splat(low), x);
-  return select(x > splat(high), splat(high), x);
+INLINE vf NAME(clamp)(vf x, float low, float high) { /* NaN stays; comparing the bounds first is cheaper than comparing x */
+  if (low > -INFINITY) x = select(x < splat(low), splat(low), x);
+  if (high < INFINITY) x = select(x > splat(high), splat(high), x);
+  return x;
 }
 
 /* R rows of V vectors. U nonzeros at a time have sums of their own, so that even a small tile keeps the arithmetic busy. */
