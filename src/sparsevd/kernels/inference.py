@@ -7,6 +7,7 @@ import ctypes
 import functools
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from sparsevd import kernels
 
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
 _INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 _POINTERS = "slot place zero order starts nonzeros bias"
 
 
@@ -49,12 +51,37 @@ def library() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a convolution does besides its weights. A Linear layer is one of 1×1 images, and a Conv1d one of height 1."""
+    """What a convolution does besides its weights. A Linear layer is one of 1×1 images, a Conv1d one of height 1."""
 
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)  # top, bottom, left, right
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+
+
+class Planes:
+    """Where the pixels of one channel lie, with the zeros around them: row by row, for each phase of the stride."""
+
+    def __init__(self, size: tuple[int, int], kernel: tuple[int, int], geometry: Geometry) -> None:
+        (height, width), (self.stride_y, self.stride_x) = size, geometry.stride
+        top, bottom, left, right = geometry.padding
+        tall, wide = height + top + bottom, width + left + right
+        self.out_height = (tall - geometry.dilation[0] * (kernel[0] - 1) - 1) // self.stride_y + 1
+        self.out_width = (wide - geometry.dilation[1] * (kernel[1] - 1) - 1) // self.stride_x + 1
+        self.rows = -(-tall // self.stride_y)
+        if self.stride_x == 1:  # the zeros at the end of a row are those at the beginning of the next
+            self.pitch, beyond = max(width + max(left, right), self.out_width), max(left, right)
+        else:
+            self.pitch, beyond = -(-wide // self.stride_x), 0
+        self.size = self.stride_y * self.stride_x * self.rows * self.pitch + beyond
+        y, x = np.divmod(np.arange(height * width), width)
+        self.pixels = self.position(y + top, x + left)
+        self.zeros = np.setdiff1d(np.arange(self.size), self.pixels)
+
+    def position(self, y: _Ints, x: _Ints) -> _Ints:
+        """Where the pixel (y, x) of the image with its zeros lies."""
+        phase = (y % self.stride_y) * self.stride_x + x % self.stride_x
+        return (phase * self.rows + y // self.stride_y) * self.pitch + x // self.stride_x
 
 
 class SparseProduct:
@@ -77,75 +104,56 @@ class SparseProduct:
         built = library()
         assert built is not None
         lanes = built.sparsevd_sparse_lanes(instruction_set)
-        assert lanes and (images == 1 or images % lanes == 0), (lanes, images)
-        self.instruction_set, self.images = instruction_set, images
-        dense = weight.detach().cpu().float().numpy().reshape(*weight.shape[:2], *((1,) * (4 - weight.ndim)), *weight.shape[2:])
-        self.outputs, self.channels = dense.shape[0], dense.shape[1] * geometry.groups
-        (height, width), (stride_y, stride_x), (dilation_y, dilation_x) = size, geometry.stride, geometry.dilation
-        top, bottom, left, right = geometry.padding
-        self.in_size = size
-        reach_y, reach_x = dilation_y * (dense.shape[2] - 1), dilation_x * (dense.shape[3] - 1)
-        out_height = (height + top + bottom - reach_y - 1) // stride_y + 1
-        out_width = (width + left + right - reach_x - 1) // stride_x + 1
-        assert out_height > 0 and out_width > 0, (out_height, out_width)
-        self.out_size = (out_height, out_width)
+        assert images == 1 or images % lanes == 0
+        self.instruction_set = instruction_set
+        four_axes = (*weight.shape[:2], *(1,) * (4 - weight.ndim), *weight.shape[2:])
+        dense = weight.detach().float().numpy().reshape(four_axes)
+        self.outputs, channels = dense.shape[0], dense.shape[1] * geometry.groups
+        planes = Planes(size, dense.shape[2:], geometry)
+        self.out_size = (planes.out_height, planes.out_width)
 
-        # The phases of a stride lie one after the other, each with its own rows.
-        rows = -(-(height + top + bottom) // stride_y)
-        if stride_x == 1:  # zeros at the end of a row are those at the beginning of the next
-            pitch, overrun = max(width + max(left, right), out_width), max(left, right)
-        else:
-            pitch, overrun = -(-(width + left + right) // stride_x), 0
-        plane = stride_y * stride_x * rows * pitch + overrun
-
-        def position(y: np.ndarray, x: np.ndarray) -> np.ndarray:
-            """Where in a plane the pixel (y, x) of the image with its zeros lies."""
-            phase = (y % stride_y) * stride_x + x % stride_x
-            return (phase * rows + y // stride_y) * pitch + x // stride_x
-
-        y, x = np.divmod(np.arange(height * width), width)
-        place = position(y + top, x + left)
-        zero = _runs(np.setdiff1d(np.arange(plane), place))
-        filters, channels, kernel_y, kernel_x = np.nonzero(dense)
-        values = dense[filters, channels, kernel_y, kernel_x]
-        channels = channels + filters // (self.outputs // geometry.groups) * dense.shape[1]
-        single_output = out_height * out_width * images == 1
-        direct = not len(zero) and plane == height * width and images == 1
-        direct = direct and stride_x == stride_y == 1 and (single_output or out_width % lanes == 0)
-        read = np.zeros(self.channels, bool)
-        read[channels] = True
-        read |= direct
+        filters, inputs, y, x = np.nonzero(dense)
+        values = dense[filters, inputs, y, x]
+        inputs = inputs + filters // (self.outputs // geometry.groups) * dense.shape[1]
+        # Read in place what has no zeros around it, unless tiles would read past its end.
+        whole_tiles = planes.out_width % lanes == 0 or self.out_size == (1, 1)
+        direct = images == 1 and geometry.stride == (1, 1) and planes.size == size[0] * size[1] and whole_tiles
+        read = np.full(channels, direct)
+        read[inputs] = True
         slot = np.where(read, np.cumsum(read) - 1, -1)
-        offsets = (slot[channels] * plane + position(kernel_y * dilation_y, kernel_x * dilation_x)) * images
+        offsets = planes.position(y * geometry.dilation[0], x * geometry.dilation[1])
+        offsets = (slot[inputs] * planes.size + offsets) * images
+        # Filters of as many nonzeros follow each other: the processor then predicts where their loops end.
         counts = np.bincount(filters, minlength=self.outputs)
         order = np.argsort(counts, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(self.outputs)
-        by_filter = np.argsort(rank[filters], kind="stable")
+        by_rank = np.argsort(rank[filters], kind="stable")
         nonzeros = np.empty(len(values), dtype=[("offset", np.int32), ("weight", np.float32)])
-        nonzeros["offset"], nonzeros["weight"] = offsets[by_filter], values[by_filter]
+        nonzeros["offset"], nonzeros["weight"] = offsets[by_rank], values[by_rank]
+        zero_runs = _runs(planes.zeros)
         self._arrays = {
             "slot": slot.astype(np.int32),
-            "place": place.astype(np.int32),
-            "zero": zero.astype(np.int32),
+            "place": planes.pixels.astype(np.int32),
+            "zero": zero_runs.astype(np.int32),
             "order": order.astype(np.int32),
             "starts": np.concatenate([[0], np.cumsum(counts[order])]).astype(np.int32),
             "nonzeros": nonzeros,
-            "bias": np.zeros(self.outputs, np.float32) if bias is None else bias.detach().cpu().float().numpy().copy(),
+            "bias": np.zeros(self.outputs, np.float32) if bias is None else bias.detach().float().numpy().copy(),
         }
         self._layer = _Layer(
-            channels=self.channels,
-            height=height,
-            width=width,
+            channels=channels,
+            height=size[0],
+            width=size[1],
             outputs=self.outputs,
-            out_height=out_height,
-            out_width=out_width,
+            out_height=planes.out_height,
+            out_width=planes.out_width,
             images=images,
             used=int(read.sum()),
-            stride_x=stride_x,
-            pitch=pitch,
-            plane=plane,
-            zero_runs=len(zero),
+            stride_x=planes.stride_x,
+            pitch=planes.pitch,
+            plane=planes.size,
+            zero_runs=len(zero_runs),
             direct=direct,
             low=low,
             high=high,
@@ -171,7 +179,7 @@ class SparseProduct:
         return out
 
 
-def _runs(positions: np.ndarray) -> np.ndarray:
+def _runs(positions: _Ints) -> _Ints:
     """Ascending positions as [runs, 2]: the first of each run of neighbours, and their number."""
     firsts = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
     return np.stack([positions[firsts], np.diff(firsts, append=len(positions))], axis=1)

@@ -1,6 +1,7 @@
 """A pruned network made faster, layer by layer: sparse wherever that measures faster than dense."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -39,7 +40,11 @@ class Accelerated(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, choices: tuple[LayerChoice, ...], left_alone: dict[str, str], seconds: tuple[float, float]
+        self,
+        model: nn.Module,
+        choices: tuple[LayerChoice, ...],
+        left_alone: dict[str, str],
+        seconds: tuple[float, float],
     ) -> None:
         super().__init__()
         self.model = model
@@ -95,7 +100,7 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     }
     if not layers:
         raise ConversionError(
-            f"nothing to accelerate in {type(model).__name__}: no Linear, Conv1d or Conv2d layer that the example reaches"
+            f"nothing to accelerate in {type(model).__name__}: the example reaches no Linear, Conv1d or Conv2d layer"
             + "".join(f"\nleft alone: {name}: {reason}" for name, reason in left_alone.items())
         )
     after, why_not_folded = followers(fast)
@@ -110,7 +115,9 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     off_path = _leave_fast_paths(fast)
     dense, ours = timings([_bound(original, example), _bound(fast, example)])
     if ours.median > dense.median:
-        reason = f"all of it: {ours.median * 1e3:.3g} ms instead of {dense.median * 1e3:.3g} ms as it was, so it stays so"
+        reason = (
+            f"all of it: {ours.median * 1e3:.3g} ms instead of {dense.median * 1e3:.3g} ms as it was, so it stays so"
+        )
         left_alone["(model)"], fast, ours = reason, original, dense
         choices = [LayerChoice(c.name, c.kept, c.dense_seconds, c.sparse_seconds, "dense") for c in choices]
     else:
@@ -193,14 +200,16 @@ def _chosen(
         groups = group_choices(sparse, batch)
         candidates += [_with_group(sparse, images, x) for images in groups]
     elif not sparse.axes and len(shape) == 2:
-        sparse.csr = weight.detach().to_sparse_csr()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that its CSR is in beta
+            sparse.csr = weight.detach().to_sparse_csr()
         candidates.append(lambda: sparse(x))
     measured = [timing.median for timing in timings(candidates)]
     best = min(range(1, len(measured)), key=measured.__getitem__, default=0)
     faster = best > 0 and measured[best] <= WORTH * measured[0]
     if groups and best > 0:
         sparse.images = groups[best - 1]
-    folded = (after.norm,) if folds else ()
+    folded: tuple[str, ...] = (after.norm,) if folds else ()
     if faster:
         swaps[name] = sparse
         if after.activation and (low, high) == after.bounds:
@@ -254,9 +263,7 @@ def _restore(model: nn.Module, names: dict[str, str]) -> None:
                 setattr(module, attribute, module.__dict__.pop("_fast_path_before"))
 
 
-def table(
-    choices: tuple[LayerChoice, ...], left_alone: dict[str, str], dense_seconds: float, seconds: float
-) -> str:
+def table(choices: tuple[LayerChoice, ...], left_alone: dict[str, str], dense_seconds: float, seconds: float) -> str:
     """What was measured, one line per layer."""
     header = ("layer", "kept", "dense", "sparse", "choice", "folded in")
     rows = [

@@ -87,7 +87,7 @@ def _watched(module: nn.Module) -> bool:
 
 def _foldable(norm: nn.Module, layer: nn.Module) -> bool:
     outputs = cast(Tensor, layer.weight).shape[0]
-    return norm.running_mean is not None and not norm.training and norm.num_features == outputs
+    return norm.running_mean is not None and not norm.training and bool(norm.num_features == outputs)
 
 
 def with_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:

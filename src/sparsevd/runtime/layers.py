@@ -91,7 +91,8 @@ class InferenceLayer(nn.Module):
             return False
         if not self.axes:
             return x.ndim > 0 and x.shape[-1] == self.weight.shape[1]
-        if x.ndim not in (self.axes + 1, self.axes + 2) or x.shape[-self.axes - 1] != self.weight.shape[1] * self.groups:
+        channels = self.weight.shape[1] * self.groups
+        if x.ndim not in (self.axes + 1, self.axes + 2) or x.shape[-self.axes - 1] != channels:
             return False
         top, bottom, left, right = self.padding
         size = (1, *x.shape[-1:]) if self.axes == 1 else x.shape[-2:]
@@ -99,7 +100,7 @@ class InferenceLayer(nn.Module):
         tall = size[0] + top + bottom - self.dilation[0] * (kernel[0] - 1)
         wide = size[1] + left + right - self.dilation[1] * (kernel[1] - 1)
         positions = (size[0] + top + bottom + self.stride[0]) * (size[1] + left + right + self.stride[1])
-        room = self.weight.shape[1] * self.groups * positions * (self.images or 1) < _OFFSETS
+        room = channels * positions * (self.images or 1) < _OFFSETS
         return tall > 0 and wide > 0 and room
 
     def _product(self, size: tuple[int, int], batch: int) -> SparseProduct:
