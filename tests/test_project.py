@@ -23,6 +23,7 @@ ORDER = [
     "runtime",
     "objective",
     "summary",
+    "graph",
     "batches",
     "evaluate",
     "progress",

@@ -4,6 +4,7 @@ from sparsevd.convert import prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
+from sparsevd.graph import capture
 from sparsevd.objective import elbo_loss, kl
 from sparsevd.runtime.accelerate import accelerate
 from sparsevd.summary import summary
@@ -15,6 +16,7 @@ __all__ = [
     "SparseVDError",
     "SparseVDWarning",
     "accelerate",
+    "capture",
     "elbo",
     "elbo_loss",
     "evaluate",

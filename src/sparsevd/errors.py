@@ -13,6 +13,10 @@ class ConversionError(SparseVDError, ValueError):
     """There is nothing to sparsify, prune or sum up in this model."""
 
 
+class GraphError(SparseVDError, ValueError):
+    """A network has no graph of known operations, or a graph is not well-formed."""
+
+
 class DataError(SparseVDError):
     """A data set could not be found, fetched or read."""
 

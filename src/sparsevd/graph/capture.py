@@ -1,0 +1,99 @@
+"""From a torch module to a graph, through torch.export.
+
+torch.export gives a graph of ATen calls, without in-place operations after `run_decompositions({})`. Here each call
+becomes a node of our own short list (`aten` says which), or a constant where it depends on no input, or nothing where
+it does nothing in inference (dropout, clone).
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.errors import GraphError
+from sparsevd.graph.aten import HANDLERS
+from sparsevd.graph.operations import DTYPE_NAMES
+from sparsevd.graph.structure import Graph
+from sparsevd.graph.translation import STILL_WORKS, Translation
+from sparsevd.layers import SparseLayer
+
+_PROBE = 13  # a batch size that no network has in its shapes
+
+
+def capture(model: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Graph:
+    """The graph of a network in eval mode, for any batch size.
+
+        graph = sparsevd.capture(pruned, torch.zeros(1, 1, 28, 28))
+        print(graph)
+
+    Args:
+        model: a plain network, such as `sparsevd.prune` returns. It is left as it is, and the graph has copies of its
+            tensors. It must return a tensor or a tuple of tensors.
+        example: an input as the network takes it, with the batch as its first axis; a tuple for several inputs. The
+            sizes of the other axes are fixed.
+
+    What is not on the list of operations is refused with a `GraphError` that names the operation and the place.
+    """
+    examples = example if isinstance(example, tuple) else (example,)
+    _check_arguments(model, examples)
+    modes = {module: module.training for module in model.modules()}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that hides the whole layer
+        graph = _translate(model, examples)
+        with torch.no_grad():
+            expected, found = model(*examples), graph(*examples)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module, training in modes.items():
+            module.training = training
+    _check_same(expected, found)
+    return graph
+
+
+def _check_arguments(model: nn.Module, examples: tuple[Tensor, ...]) -> None:
+    for module_name, module in model.named_modules():
+        if isinstance(module, SparseLayer):
+            raise GraphError(f"{module_name or 'the model'} is a Sparse VD layer; call sparsevd.prune first")
+    batches = {value.shape[0] if isinstance(value, Tensor) and value.ndim else None for value in examples}
+    if len(batches) != 1 or None in batches or 0 in batches:
+        raise GraphError("example must be a tensor, or a tuple of tensors, with the same batch size as first axis")
+    for value in examples:
+        if value.dtype not in DTYPE_NAMES:
+            raise GraphError(f"an input of {value.dtype} is not supported; there are {', '.join(DTYPE_NAMES.values())}")
+
+
+def _check_same(expected: Any, found: Tensor | tuple[Tensor, ...]) -> None:
+    """The graph is the oracle of everything built on it, so it is compared with the network once, here."""
+    pairs = zip(
+        [expected] if isinstance(expected, Tensor) else expected,
+        [found] if isinstance(found, Tensor) else found,
+        strict=True,
+    )
+    for theirs, ours in pairs:
+        difference = (theirs.double() - ours.double()).abs().nan_to_num().max().item() if theirs.numel() else 0.0
+        if difference > 1e-4 * max(1.0, theirs.double().abs().nan_to_num().max().item() if theirs.numel() else 0.0):
+            raise GraphError(
+                f"the captured graph differs from the network by {difference:.2g}; it is not deterministic in eval "
+                f"mode, or torch.export does not see all it does. {STILL_WORKS}"
+            )
+
+
+def _translate(model: nn.Module, examples: tuple[Tensor, ...]) -> Graph:
+    from torch.export import Dim, export
+
+    # Only shapes matter here: nothing is computed, and one row stands for all.
+    probes = tuple(value[:1].expand(_PROBE, *value.shape[1:]) for value in examples)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about its own internals
+        try:
+            program = export(model, probes, dynamic_shapes=tuple({0: Dim.AUTO} for _ in probes))
+            program = program.run_decompositions({})
+        except Exception as error:  # torch.export raises all kinds, among them its own without a common parent
+            message = str(error).strip().splitlines() or [type(error).__name__]
+            raise GraphError(
+                f"torch.export cannot follow {type(model).__name__}: {message[0]}. {STILL_WORKS}"
+            ) from error
+    return Translation(program, HANDLERS).graph()

@@ -1,0 +1,303 @@
+"""A network as plain data: nodes in the order of computation, and constants by name."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsevd.errors import GraphError
+from sparsevd.graph.operations import DTYPES, KINDS, OPS, Attribute
+
+FORMAT = 1
+
+# These take tensors of one floating type only.
+_ONE_TYPE = (
+    "linear",
+    "conv",
+    "conv_transpose",
+    "batch_norm",
+    "layer_norm",
+    "group_norm",
+    "prelu",
+    "matmul",
+    "attention",
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: `inputs` are names of nodes before it or of constants, `shape` is that of its result.
+
+    A size of -k in a shape is k times the batch size, so (-1, 3, 32, 32) is a batch of images.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    attributes: dict[str, Attribute]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A network: `graph(x)` computes it in plain torch for any batch size.
+
+    The inputs of the network are the nodes of op "input", in their order; `outputs` names what it returns. Constants
+    are tensors without gradient under names such as "fc1.weight"; those that were parameters of the network, and may
+    be trained further, are in `parameters`. See `sparsevd.graph` for how to use it.
+    """
+
+    nodes: tuple[Node, ...]
+    constants: dict[str, Tensor]
+    outputs: tuple[str, ...]
+    parameters: frozenset[str] = field(default=frozenset())
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes if node.op == "input")
+
+    @torch.no_grad()
+    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        expected = self.inputs
+        if len(inputs) != len(expected):
+            raise GraphError(f"the network takes {len(expected)} inputs, not {len(inputs)}")
+        for node, value in zip(expected, inputs, strict=True):
+            batch = inputs[0].shape[0] if inputs[0].ndim else 0
+            if tuple(value.shape) != sizes(node.shape, batch) or value.dtype != DTYPES[str(node.attributes["dtype"])]:
+                raise GraphError(
+                    f"input {node.name} must be {describe_shape(node.shape)} of {node.attributes['dtype']}, "
+                    f"not {describe_shape(tuple(value.shape))} of {str(value.dtype).removeprefix('torch.')}"
+                )
+        given = {node.name: value for node, value in zip(expected, inputs, strict=True)}
+        values = dict(self._values(given, self.constants))
+        results = tuple(values[name] for name in self.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def _values(self, given: dict[str, Tensor], constants: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every value in turn, but only outputs are kept: what nothing reads any more is forgotten."""
+        uses = Counter(name for node in self.nodes for name in node.inputs)
+        values: dict[str, Tensor] = {}
+        batch = next(iter(given.values())).shape[0]
+        for node in self.nodes:
+            if node.op == "input":
+                value = given[node.name]
+            else:
+                arguments = [constants[name] if name in constants else values[name] for name in node.inputs]
+                value = evaluate(node, arguments, batch)
+            values[node.name] = value
+            if node.name in self.outputs:
+                yield node.name, value
+            for name in node.inputs:
+                uses[name] -= 1
+                if not uses[name]:
+                    values.pop(name, None)
+
+    def check(self) -> "Graph":
+        """Raise GraphError unless this is a well-formed graph; for graphs from files, and after every rewriting.
+
+        Checked are names, operations, number of inputs, attributes and their values, and that each shape is the one
+        the operation gives, for any batch size. It costs no computation: shapes are found on tensors without memory.
+        """
+        self._check_names()
+        for node in self.nodes:
+            _check_node(node)
+        if not self.inputs:
+            raise GraphError("the graph has no input")
+        for node in self.inputs:
+            if not node.shape or node.shape[0] != -1 or min(node.shape[1:], default=0) < 0:
+                raise GraphError(f"input {node.name!r} of shape {node.shape}: only its first axis is the batch, -1")
+        for batch in (3, 5):  # a shape that is right for both follows the batch size
+            self._check_shapes(batch)
+        return self
+
+    def _check_names(self) -> None:
+        for name, constant in self.constants.items():
+            if not isinstance(constant, Tensor):
+                raise GraphError(f"constant {name!r} is a {type(constant).__name__}, not a tensor")
+        known = set(self.constants)
+        for node in self.nodes:
+            if node.name in known:
+                raise GraphError(f"the name {node.name!r} stands for two things")
+            for name in node.inputs:
+                if name not in known:
+                    raise GraphError(
+                        f"{node.op} {node.name!r} reads {name!r}, which is no constant and no node before it"
+                    )
+            known.add(node.name)
+        if not self.outputs or not set(self.outputs) <= {node.name for node in self.nodes}:
+            raise GraphError(f"the outputs {self.outputs} must be nodes of the graph")
+        if not self.parameters <= self.constants.keys():
+            raise GraphError(f"the parameters {sorted(self.parameters - self.constants.keys())} are no constants")
+
+    def _check_shapes(self, batch: int) -> None:
+        values = {name: torch.empty_like(tensor, device="meta") for name, tensor in self.constants.items()}
+        for node in self.nodes:
+            if node.op == "input":
+                dtype = DTYPES[str(node.attributes["dtype"])]
+                values[node.name] = torch.empty(sizes(node.shape, batch), dtype=dtype, device="meta")
+                continue
+            arguments = [values[name] for name in node.inputs]
+            try:
+                _check_sizes(node, arguments)
+                value = evaluate(node, arguments, batch)
+            except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
+                raise GraphError(f"{node.op} {node.name!r} does not fit its inputs: {error}") from error
+            if tuple(value.shape) != sizes(node.shape, batch):
+                raise GraphError(
+                    f"{node.op} {node.name!r} is said to give {describe_shape(node.shape)}, but for a batch of {batch} "
+                    f"it gives {describe_shape(tuple(value.shape))}"
+                )
+            values[node.name] = value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the constants, as JSON can hold it; `Graph.from_dict` is the way back."""
+        return {
+            "format": FORMAT,
+            "nodes": [
+                {
+                    "name": node.name,
+                    "op": node.op,
+                    "inputs": list(node.inputs),
+                    "attributes": {
+                        key: list(value) if isinstance(value, tuple) else value
+                        for key, value in node.attributes.items()
+                    },
+                    "shape": list(node.shape),
+                }
+                for node in self.nodes
+            ],
+            "outputs": list(self.outputs),
+            "parameters": sorted(self.parameters),
+        }
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any], constants: dict[str, Tensor]) -> "Graph":
+        """The graph of a description from anywhere; it is checked, and GraphError says what is wrong with it."""
+        try:
+            if description["format"] != FORMAT:
+                raise GraphError(f"the graph has format {description['format']!r}; this version reads format {FORMAT}")
+            nodes = tuple(
+                Node(
+                    name=_text(node["name"]),
+                    op=_text(node["op"]),
+                    inputs=tuple(map(_text, node["inputs"])),
+                    attributes={
+                        key: tuple(value) if isinstance(value, list) else value
+                        for key, value in node["attributes"].items()
+                    },
+                    shape=tuple(node["shape"]),
+                )
+                for node in description["nodes"]
+            )
+            outputs = tuple(map(_text, description["outputs"]))
+            parameters = frozenset(map(_text, description["parameters"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise GraphError(f"the description of the graph is damaged: {type(error).__name__} {error}") from error
+        return cls(nodes, dict(constants), outputs, parameters).check()
+
+    def __str__(self) -> str:
+        """A table: name, operation, shape, inputs with the shapes of constants, attributes."""
+        rows = [("name", "operation", "shape", "reads", "attributes")]
+        for node in self.nodes:
+            reads = [
+                f"{name} {describe_shape(tuple(self.constants[name].shape))}" if name in self.constants else name
+                for name in node.inputs
+            ]
+            attributes = " ".join(f"{key}={_plain(value)}" for key, value in node.attributes.items())
+            rows.append((node.name, node.op, describe_shape(node.shape), ", ".join(reads), attributes))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+            for row in rows
+        ]
+        lines.insert(1, "─" * max(map(len, lines)))
+        return "\n".join([*lines, f"returns {', '.join(self.outputs)}"])
+
+
+def evaluate(node: Node, arguments: list[Tensor], batch: int) -> Tensor:
+    """One operation on tensors."""
+    attributes: dict[str, Any] = dict(node.attributes)
+    if "shape" in attributes:
+        attributes["shape"] = sizes(attributes["shape"], batch)
+    return OPS[node.op].compute(*arguments, **attributes)
+
+
+def sizes(shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
+    """A shape with the batch size put in."""
+    return tuple(size if size >= 0 else -size * batch for size in shape)
+
+
+def describe_shape(shape: tuple[int, ...]) -> str:
+    """As people write it: N×3×32×32, where N is the batch size."""
+    parts = [str(size) if size >= 0 else "N" if size == -1 else f"{-size}N" for size in shape]
+    return "×".join(parts) or "number"
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is not a name")
+    return value
+
+
+def _plain(value: Attribute) -> str:
+    return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _check_sizes(node: Node, arguments: list[Tensor]) -> None:
+    """What torch asks of tensors, but not of tensors without memory."""
+    x, rest = arguments[0], arguments[1:]
+    for key, kind in OPS[node.op].attributes.items():
+        value = node.attributes[key]
+        axes = value if isinstance(value, tuple) else (value,)
+        if kind in ("axis", "axes") and (len(set(axes)) < len(axes) or any(int(axis) >= x.ndim for axis in axes)):
+            raise ValueError(f"{key}={value} of a value with {x.ndim} axes")
+    shapes = [tuple(tensor.shape) for tensor in rest]
+    channels = tuple(x.shape[1:2])
+    fits = True
+    match node.op:
+        case "linear":
+            fits = len(shapes[0]) == 2 and all(shape == shapes[0][:1] for shape in shapes[1:])
+        case "conv" | "conv_transpose":
+            spatial = {len(node.attributes[key]) for key in OPS[node.op].attributes if key != "groups"}  # type: ignore[arg-type]
+            groups = int(node.attributes["groups"])  # type: ignore[arg-type]
+            fits = spatial == {x.ndim - 2} and len(shapes[0]) == x.ndim
+            if not fits:
+                raise ValueError(f"its settings are not for {x.ndim - 2} axes, or its weight is not")
+            units = shapes[0][0] if node.op == "conv" else shapes[0][1] * groups
+            inputs = shapes[0][1] * groups if node.op == "conv" else shapes[0][0]
+            fits = fits and all(shape == (units,) for shape in shapes[1:]) and channels == (inputs,)
+        case "batch_norm" | "group_norm":
+            fits = all(shape == channels for shape in shapes)
+        case "layer_norm":
+            fits = shapes[0] == shapes[1]
+        case "prelu":
+            fits = shapes[0] in ((1,), channels)
+        case "embedding":
+            if len(shapes[0]) != 2 or x.dtype not in (torch.int64, torch.int32):
+                raise ValueError("it takes integers and a table of two axes")
+            return
+    if not fits:
+        raise ValueError(f"its tensors are {', '.join(map(describe_shape, shapes))}")
+    if node.op in _ONE_TYPE and not (x.is_floating_point() and all(tensor.dtype == x.dtype for tensor in rest)):
+        raise ValueError(f"its tensors must have one floating type, not {', '.join(str(t.dtype) for t in arguments)}")
+
+
+def _check_node(node: Node) -> None:
+    if node.op not in OPS:
+        raise GraphError(f"node {node.name!r}: there is no operation {node.op!r}; the operations are {', '.join(OPS)}")
+    operation = OPS[node.op]
+    if not operation.least <= len(node.inputs) <= operation.most:
+        raise GraphError(
+            f"{node.op} {node.name!r} has {len(node.inputs)} inputs; it takes {operation.least} to {operation.most}"
+        )
+    if node.attributes.keys() != operation.attributes.keys():
+        found, taken = sorted(node.attributes), sorted(operation.attributes)
+        raise GraphError(f"{node.op} {node.name!r} has the attributes {found}; it takes {taken}")
+    for key, kind in operation.attributes.items():
+        if not KINDS[kind](node.attributes[key]):
+            raise GraphError(f"{node.op} {node.name!r}: {key}={node.attributes[key]!r} is not allowed (kind: {kind})")
+    if not KINDS["shape"](node.shape):
+        raise GraphError(f"{node.op} {node.name!r}: {node.shape!r} is no shape")
