@@ -45,6 +45,7 @@ static int one(int set, int images) {
   const int side = larger_of(left, right), shared = l.stride_x == 1;
   l.pitch = shared ? larger_of(l.width + side, l.out_width) : (wide + l.stride_x - 1) / l.stride_x;
   l.plane = stride_y * l.stride_x * rows * l.pitch + shared * side;
+  l.out_pitch = l.out_width, l.out_plane = l.out_height * l.out_width;
   l.low = up_to(2) ? -INFINITY : 0, l.high = INFINITY;
 
   int32_t *slot = ints(l.channels), *place = ints((ptrdiff_t)l.height * l.width), *zero = ints(2 * l.plane);

@@ -2,6 +2,13 @@
    go to the threads while there are enough of them; else the threads share the filters of a group. A filter is summed
    by one thread and in one order, so the number of threads changes nothing but the time. */
 
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#define omp_get_num_threads() 1
+#endif
+
 #include "inference.h"
 
 static int has(int set) {
@@ -109,4 +116,71 @@ void sparsevd_sparse_run(int set, int threads, const struct sparse_layer *layer,
   for (int part = 0; part < threads; part++)
     for (ptrdiff_t group = groups * part / threads; group < groups * (part + 1) / threads; group++)
       one_group(kernels, layer, batch, group, in, out, scratch + part * step, 1);
+}
+
+/* ---- a whole network ---- */
+
+/* Input and output of the network are [batch][numbers]; in between, a group of images stays in scratch memory. */
+struct plan {
+  int32_t images, steps;
+  int32_t out_planes, out_size; /* where the output lies, without gaps, and its numbers for each image */
+  int64_t scratch;              /* floats for a group of images; zero before the first call */
+  const struct sparse_layer *input; /* how the input is packed */
+  int32_t input_planes;
+  const struct step *step;
+};
+
+static void part_of_step(const struct sparse_kernels *kernels, const struct plan *plan, const struct step *step,
+                         float *scratch, int part, int parts) {
+  if (step->kind == PRODUCT)
+    kernels->step(step, scratch, plan->images, share(step->layer, part, parts), share(step->layer, part + 1, parts));
+  else
+    kernels->step(step, scratch, plan->images, (ptrdiff_t)step->in.channels * part / parts,
+                  (ptrdiff_t)step->in.channels * (part + 1) / parts);
+}
+
+static void plan_group(const struct sparse_kernels *kernels, const struct plan *plan, ptrdiff_t batch, ptrdiff_t group,
+                       const float *in, float *out, float *scratch, int part, int parts) {
+  const struct sparse_layer *input = plan->input;
+  const ptrdiff_t in_size = (ptrdiff_t)input->channels * input->height * input->width;
+  const ptrdiff_t start = group * plan->images, left = batch - start;
+  const ptrdiff_t images = left < plan->images ? left : plan->images;
+  if (part == 0) kernels->pack(input, in + start * in_size, in_size, images, scratch + plan->input_planes, 0, input->channels);
+  for (int32_t i = 0; i < plan->steps; i++) {
+    if (parts > 1) {
+#pragma omp barrier
+    }
+    part_of_step(kernels, plan, plan->step + i, scratch, part, parts);
+  }
+  if (parts > 1) {
+#pragma omp barrier
+  }
+  if (part > 0) return;
+  const float *result = scratch + plan->out_planes;
+  float *to = out + start * plan->out_size;
+  if (plan->images > 1) kernels->unpack(result, plan->images, images, to, plan->out_size, 0, plan->out_size);
+  else
+    for (int32_t i = 0; i < plan->out_size; i++) to[i] = result[i];
+}
+
+/* scratch has room for plan->scratch floats per thread; between calls only calls of the same plan may touch it. */
+void sparsevd_plan_run(int set, int threads, const struct plan *plan, ptrdiff_t batch, const float *in, float *out,
+                       float *scratch) {
+  const struct sparse_kernels *kernels = numbered(set);
+  const ptrdiff_t groups = (batch + plan->images - 1) / plan->images;
+  if (threads == 1) {
+    for (ptrdiff_t group = 0; group < groups; group++) plan_group(kernels, plan, batch, group, in, out, scratch, 0, 1);
+  } else if (groups >= threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int part = 0; part < threads; part++)
+      for (ptrdiff_t group = groups * part / threads; group < groups * (part + 1) / threads; group++)
+        plan_group(kernels, plan, batch, group, in, out, scratch + part * plan->scratch, 0, 1);
+  } else {
+#pragma omp parallel num_threads(threads)
+    {
+      /* OpenMP may give fewer threads than asked for */
+      for (ptrdiff_t group = 0; group < groups; group++)
+        plan_group(kernels, plan, batch, group, in, out, scratch, omp_get_thread_num(), omp_get_num_threads());
+    }
+  }
 }

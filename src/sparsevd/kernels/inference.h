@@ -26,6 +26,7 @@ struct sparse_layer {
   int32_t plane;                           /* positions from one used channel to the next, all phases */
   int32_t zero_runs;                       /* of positions in a plane that no pixel fills */
   int32_t direct;                          /* the input itself already has the layout of the planes */
+  int32_t out_pitch, out_plane;            /* positions between rows and between filters of the output */
   float low, high;                         /* the activation is clamp(x, low, high) */
   const int32_t *slot;                     /* [channels]: which plane a channel has, -1 for none */
   const int32_t *place;                    /* [height * width]: where in the plane a pixel lies */
@@ -36,6 +37,27 @@ struct sparse_layer {
   const float *bias; /* [outputs] */
 };
 
+/* An activation within a whole network: one plane per channel, in the scratch memory of a group of images. */
+struct value {
+  int32_t channels, height, width;
+  int32_t pitch, plane; /* positions between rows and between channels; what lies between them is zero */
+  int32_t planes;       /* floats from the start of the scratch memory to the first plane */
+  int32_t first;        /* positions from the start of a plane to its first pixel */
+};
+
+enum step_kind { PRODUCT, REPACK, MAX_POOL, AVERAGE_POOL, AFFINE, ADD };
+
+/* One operation of a network. */
+struct step {
+  int32_t kind;
+  struct value in, second, out;
+  int32_t kernel_y, kernel_x, stride_y, stride_x, top, left, dilation_y, dilation_x; /* of a window */
+  int32_t count_padding;    /* an average counts the zeros around the image too */
+  float low, high;          /* the activation of AFFINE and ADD */
+  const float *scale, *shift; /* [channels] of AFFINE */
+  const struct sparse_layer *layer; /* of PRODUCT and REPACK */
+};
+
 /* A part of the work on one group of images: filters order[first] to order[last - 1]. */
 struct sparse_kernels {
   int lanes;
@@ -44,6 +66,7 @@ struct sparse_kernels {
   void (*product)(const struct sparse_layer *layer, const float *planes, float *out, int32_t first, int32_t last);
   void (*unpack)(const float *interleaved, ptrdiff_t group, ptrdiff_t images, float *out, ptrdiff_t image_stride,
                  ptrdiff_t first, ptrdiff_t last);
+  void (*step)(const struct step *step, float *scratch, int32_t images, ptrdiff_t first, ptrdiff_t last);
 };
 
 extern const struct sparse_kernels sparse_kernels_generic;

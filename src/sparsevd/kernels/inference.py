@@ -17,15 +17,15 @@ from sparsevd import kernels
 
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
 _INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 _POINTERS = "slot place zero order starts nonzeros bias"
 
 
-class _Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """struct sparse_layer"""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zero_runs", "direct")),
+        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zero_runs", "direct", "out_pitch", "out_plane")),
         ("low", ctypes.c_float),
         ("high", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),
@@ -42,8 +42,8 @@ def library() -> ctypes.CDLL | None:
         built.sparsevd_sparse_lanes.argtypes, built.sparsevd_sparse_lanes.restype = [ctypes.c_int], ctypes.c_int
         pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
         built.sparsevd_sparse_scratch.argtypes, built.sparsevd_sparse_scratch.restype = [pointer], size
-        run = built.sparsevd_sparse_run
-        run.argtypes, run.restype = [ctypes.c_int, ctypes.c_int, pointer, size, pointer, pointer, pointer], None
+        for run in (built.sparsevd_sparse_run, built.sparsevd_plan_run):
+            run.argtypes, run.restype = [ctypes.c_int, ctypes.c_int, pointer, size, pointer, pointer, pointer], None
     except AttributeError:  # built from other sources than these
         return None
     return built
@@ -78,7 +78,7 @@ class Planes:
         self.pixels = self.position(y + top, x + left)
         self.zeros = np.setdiff1d(np.arange(self.size), self.pixels)
 
-    def position(self, y: _Ints, x: _Ints) -> _Ints:
+    def position(self, y: Ints, x: Ints) -> Ints:
         """Where the pixel (y, x) of the image with its zeros lies."""
         phase = (y % self.stride_y) * self.stride_x + x % self.stride_x
         return (phase * self.rows + y // self.stride_y) * self.pitch + x // self.stride_x
@@ -123,25 +123,15 @@ class SparseProduct:
         slot = np.where(read, np.cumsum(read) - 1, -1)
         offsets = planes.position(y * geometry.dilation[0], x * geometry.dilation[1])
         offsets = (slot[inputs] * planes.size + offsets) * images
-        # Filters of as many nonzeros follow each other: the processor then predicts where their loops end.
-        counts = np.bincount(filters, minlength=self.outputs)
-        order = np.argsort(counts, kind="stable")
-        rank = np.empty_like(order)
-        rank[order] = np.arange(self.outputs)
-        by_rank = np.argsort(rank[filters], kind="stable")
-        nonzeros = np.empty(len(values), dtype=[("offset", np.int32), ("weight", np.float32)])
-        nonzeros["offset"], nonzeros["weight"] = offsets[by_rank], values[by_rank]
         zero_runs = _runs(planes.zeros)
         self._arrays = {
             "slot": slot.astype(np.int32),
             "place": planes.pixels.astype(np.int32),
             "zero": zero_runs.astype(np.int32),
-            "order": order.astype(np.int32),
-            "starts": np.concatenate([[0], np.cumsum(counts[order])]).astype(np.int32),
-            "nonzeros": nonzeros,
+            **in_order(self.outputs, filters, offsets, values),
             "bias": np.zeros(self.outputs, np.float32) if bias is None else bias.detach().float().numpy().copy(),
         }
-        self._layer = _Layer(
+        self._layer = LayerStruct(
             channels=channels,
             height=size[0],
             width=size[1],
@@ -155,6 +145,8 @@ class SparseProduct:
             plane=planes.size,
             zero_runs=len(zero_runs),
             direct=direct,
+            out_pitch=planes.out_width,
+            out_plane=planes.out_height * planes.out_width,
             low=low,
             high=high,
             **{name: array.ctypes.data for name, array in self._arrays.items()},
@@ -179,7 +171,21 @@ class SparseProduct:
         return out
 
 
-def _runs(positions: _Ints) -> _Ints:
+def in_order(outputs: int, filters: Ints, offsets: Ints, values: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The nonzeros as the kernel reads them. Filters of as many nonzeros follow each other: the processor then predicts
+    where their loops end."""
+    counts = np.bincount(filters, minlength=outputs)
+    order = np.argsort(counts, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(outputs)
+    by_rank = np.argsort(rank[filters], kind="stable")
+    nonzeros = np.empty(len(values), dtype=[("offset", np.int32), ("weight", np.float32)])
+    nonzeros["offset"], nonzeros["weight"] = offsets[by_rank], values[by_rank]
+    starts = np.concatenate([[0], np.cumsum(counts[order])])
+    return {"order": order.astype(np.int32), "starts": starts.astype(np.int32), "nonzeros": nonzeros}
+
+
+def _runs(positions: Ints) -> Ints:
     """Ascending positions as [runs, 2]: the first of each run of neighbours, and their number."""
     firsts = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
     return np.stack([positions[firsts], np.diff(firsts, append=len(positions))], axis=1)

@@ -78,7 +78,7 @@ static void NAME(run_tile)(const struct NAME(tile) *t, ptrdiff_t rows, ptrdiff_t
 
 /* ---- one layer, one group of images ---- */
 
-/* Rows of outputs that are whole vectors go straight where they belong: out is [outputs][out_height][out_width][images]. */
+/* Rows of outputs that are whole vectors go straight where they belong. */
 TARGET static void NAME(product_rows)(struct NAME(tile) t, const float *planes, float *out) {
   const struct sparse_layer *layer = t.layer;
   const ptrdiff_t row = (ptrdiff_t)layer->out_width * layer->images, vectors = row / LANES;
@@ -86,20 +86,21 @@ TARGET static void NAME(product_rows)(struct NAME(tile) t, const float *planes, 
   const ptrdiff_t at_most = TILE / v_step, down = (layer->out_height + at_most - 1) / at_most;
   const ptrdiff_t r_step = (layer->out_height + down - 1) / down;
   t.in_pitch = (ptrdiff_t)layer->pitch * layer->images;
-  t.out_pitch = row;
-  t.out_filter = row * layer->out_height;
+  t.out_pitch = (ptrdiff_t)layer->out_pitch * layer->images;
+  t.out_filter = (ptrdiff_t)layer->out_plane * layer->images;
   for (ptrdiff_t y = 0; y < layer->out_height; y += r_step)
     for (ptrdiff_t v = 0; v < vectors; v += v_step) {
       t.in = planes + y * t.in_pitch + v * LANES;
-      t.out = out + y * row + v * LANES;
+      t.out = out + y * t.out_pitch + v * LANES;
       NAME(run_tile)(&t, MINIMUM(r_step, layer->out_height - y), MINIMUM(v_step, vectors - v));
     }
 }
 
-/* Other images as one long row, the gaps between its rows computed too and cropped: out is [outputs][height][width]. */
+/* Other images as one long row, the gaps between its rows computed too and cropped. */
 TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *planes, float *out) {
   const struct sparse_layer *layer = t.layer;
   const ptrdiff_t width = layer->out_width, pitch = layer->pitch, size = width * layer->out_height;
+  const ptrdiff_t out_pitch = layer->out_pitch, out_plane = layer->out_plane;
   const ptrdiff_t vectors = ((layer->out_height - 1) * pitch + width + LANES - 1) / LANES;
   const ptrdiff_t across = (vectors + TILE - 1) / TILE, step = (vectors + across - 1) / across;
   const int32_t first = t.first, last = t.last;
@@ -107,8 +108,8 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
   for (ptrdiff_t v = 0; v < vectors; v += step) {
     const ptrdiff_t count = MINIMUM(step, vectors - v), start = v * LANES, end = start + count * LANES;
     t.in = planes + start;
-    if (pitch == width && end <= size) { /* no gaps */
-      t.strip = 0, t.first = first, t.last = last, t.out = out + start, t.out_filter = size;
+    if (pitch == width && out_pitch == width && end <= size) { /* no gaps */
+      t.strip = 0, t.first = first, t.last = last, t.out = out + start, t.out_filter = out_plane;
       NAME(run_tile)(&t, 1, count);
       continue;
     }
@@ -118,11 +119,11 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
       t.last = MINIMUM(t.first + STRIP, last);
       NAME(run_tile)(&t, 1, count);
       for (int32_t i = t.first; i < t.last; i++) {
-        float *image = out + size * layer->order[i];
+        float *image = out + out_plane * layer->order[i];
         const float *source = strip + TILE * LANES * (i - t.first) - start;
         for (ptrdiff_t y = y_first; y <= y_last; y++) {
           ptrdiff_t from = y * pitch, to = from + width;
-          float *pixel = image + y * width - from;
+          float *pixel = image + y * out_pitch - from;
           if (from < start) from = start;
           if (to > end) to = end;
           for (; from + LANES <= to; from += LANES) store(pixel + from, load(source + from));
@@ -149,7 +150,7 @@ TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, fl
     for (; k < end; k++) a += k->weight * in[k->offset];
     a = (a + b) + (c + d);
     a = a < layer->low ? layer->low : a;
-    out[filter] = a > layer->high ? layer->high : a;
+    out[(ptrdiff_t)layer->out_plane * filter] = a > layer->high ? layer->high : a;
   }
 }
 
@@ -285,4 +286,110 @@ TARGET static void NAME(unpack)(const float *interleaved, ptrdiff_t group, ptrdi
   }
 }
 
-const struct sparse_kernels NAME(sparse_kernels) = {LANES, NAME(pack), NAME(product), NAME(unpack)};
+/* ---- the other operations of a network, from channel first to last - 1 ---- */
+
+INLINE vf NAME(larger_or_nan)(vf a, vf b) { return select((a < b) | (b != b), b, a); }
+
+#if LANES == 4
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#elif LANES == 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#endif
+
+/* The commonest pooling, for one image: windows of 2x2 beside each other. */
+TARGET static void NAME(max_pool_2x2)(const struct step *step, const float *in, float *out) {
+  const struct value *from = &step->in, *to = &step->out;
+  for (ptrdiff_t y = 0; y < to->height; y++) {
+    const float *a = in + 2 * y * from->pitch, *b = a + from->pitch;
+    float *row = out + y * to->pitch;
+    ptrdiff_t x = 0;
+    for (; x + LANES <= to->width; x += LANES) {
+      const vf left = NAME(larger_or_nan)(load(a + 2 * x), load(b + 2 * x));
+      const vf right = NAME(larger_or_nan)(load(a + 2 * x + LANES), load(b + 2 * x + LANES));
+      store(row + x, NAME(larger_or_nan)(WEAVE(left, right, EVEN), WEAVE(left, right, ODD)));
+    }
+    for (; x < to->width; x++) {
+      const float four[4] = {a[2 * x], a[2 * x + 1], b[2 * x], b[2 * x + 1]};
+      float best = four[0];
+      for (int i = 1; i < 4; i++) best = best < four[i] || four[i] != four[i] ? four[i] : best;
+      row[x] = best;
+    }
+  }
+}
+
+/* Any pooling of one channel. */
+TARGET static void NAME(pool)(const struct step *step, const float *in, float *out, ptrdiff_t images) {
+  const struct value *from = &step->in, *to = &step->out;
+  for (int32_t y = 0; y < to->height; y++)
+    for (int32_t x = 0; x < to->width; x++) {
+      const int32_t top = y * step->stride_y - step->top, left = x * step->stride_x - step->left;
+      int32_t all = 0, inside = 0; /* in the window with its padding, and on the image */
+      for (int32_t ky = 0; ky < step->kernel_y; ky++)
+        for (int32_t kx = 0; kx < step->kernel_x; kx++) {
+          const int32_t iy = top + ky * step->dilation_y, ix = left + kx * step->dilation_x;
+          all += iy < from->height + step->top && ix < from->width + step->left;
+          inside += iy >= 0 && iy < from->height && ix >= 0 && ix < from->width;
+        }
+      const float part = 1.0f / (float)(step->count_padding ? all : inside);
+      for (ptrdiff_t n = 0; n < images; n += LANES) {
+        const ptrdiff_t count = images - n;
+        vf best = splat(step->kind == MAX_POOL ? -INFINITY : 0.0f);
+        for (int32_t ky = 0; ky < step->kernel_y; ky++)
+          for (int32_t kx = 0; kx < step->kernel_x; kx++) {
+            const int32_t iy = top + ky * step->dilation_y, ix = left + kx * step->dilation_x;
+            if (iy < 0 || iy >= from->height || ix < 0 || ix >= from->width) continue;
+            const vf pixel = load_part(in + ((ptrdiff_t)iy * from->pitch + ix) * images + n, count);
+            best = step->kind == MAX_POOL ? NAME(larger_or_nan)(best, pixel) : best + pixel;
+          }
+        if (step->kind != MAX_POOL) best *= part;
+        store_part(out + ((ptrdiff_t)y * to->pitch + x) * images + n, best, count);
+      }
+    }
+}
+
+TARGET static void NAME(step)(const struct step *step, float *scratch, int32_t images, ptrdiff_t first, ptrdiff_t last) {
+  const struct value *a = &step->in, *b = &step->second, *to = &step->out;
+  if (step->kind == PRODUCT) {
+    float *out = scratch + to->planes + (ptrdiff_t)to->first * images;
+    NAME(product)(step->layer, scratch + a->planes, out, (int32_t)first, (int32_t)last);
+    return;
+  }
+  for (ptrdiff_t channel = first; channel < last; channel++) {
+    const float *in = scratch + a->planes + (channel * a->plane + a->first) * images;
+    const float *other = scratch + b->planes + (channel * b->plane + b->first) * images;
+    float *out = scratch + to->planes + (channel * to->plane + to->first) * images;
+    if (step->kind == MAX_POOL || step->kind == AVERAGE_POOL) {
+      const int windows = step->kernel_y == 2 && step->kernel_x == 2 && step->stride_y == 2 && step->stride_x == 2;
+      const int inside = !step->top && !step->left && 2 * to->height <= a->height && 2 * to->width <= a->width;
+      const int plain = windows && inside && step->dilation_y == 1 && step->dilation_x == 1;
+      if (plain && images == 1 && step->kind == MAX_POOL) NAME(max_pool_2x2)(step, in, out);
+      else NAME(pool)(step, in, out, images);
+      continue;
+    }
+    const int affine = step->kind == AFFINE;
+    const float scale = affine ? step->scale[channel] : 1, shift = affine ? step->shift[channel] : 0;
+    const ptrdiff_t width = (ptrdiff_t)to->width * images;
+    for (ptrdiff_t y = 0; y < a->height; y++) {
+      const float *row = in + y * a->pitch * images, *other_row = other + y * b->pitch * images;
+      if (step->kind == REPACK) { /* place lies within a whole plane, not from its first pixel */
+        const int32_t *place = step->layer->place + y * a->width;
+        float *plane = scratch + to->planes + channel * to->plane * images;
+        for (ptrdiff_t x = 0; x < a->width; x++) NAME(copy)(plane + (ptrdiff_t)place[x] * images, row + x * images, images);
+        continue;
+      }
+      float *to_row = out + y * to->pitch * images;
+      for (ptrdiff_t i = 0; i < width; i += LANES) {
+        vf x = load_part(row + i, width - i);
+        x = step->kind == ADD ? x + load_part(other_row + i, width - i) : x * scale + shift;
+        store_part(to_row + i, NAME(clamp)(x, step->low, step->high), width - i);
+      }
+    }
+  }
+}
+
+const struct sparse_kernels NAME(sparse_kernels) = {LANES, NAME(pack), NAME(product), NAME(unpack), NAME(step)};
