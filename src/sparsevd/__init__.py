@@ -7,6 +7,8 @@ from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.graph import capture
 from sparsevd.objective import elbo_loss, kl
 from sparsevd.runtime.accelerate import accelerate
+from sparsevd.runtime.c_export import export_c
+from sparsevd.runtime.plan import plan
 from sparsevd.summary import summary
 
 __version__ = "0.1.0"
@@ -20,9 +22,11 @@ __all__ = [
     "elbo",
     "elbo_loss",
     "evaluate",
+    "export_c",
     "fit",
     "fit_dense",
     "kl",
+    "plan",
     "prune",
     "sparsify",
     "summary",

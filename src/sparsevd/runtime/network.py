@@ -149,7 +149,9 @@ class _Builder:
             self._refused(node)
         weight, bias = self._constants(node)
         out = Value(weight.shape[0], 1, 1)
-        self._finish(node, Step("PRODUCT", (source,), out, weight[:, :, None, None], None, bias, linear=True, name=node.name))
+        self._finish(
+            node, Step("PRODUCT", (source,), out, weight[:, :, None, None], None, bias, linear=True, name=node.name)
+        )
 
     def _conv(self, node: Node) -> None:
         source = self._image(node)
@@ -327,7 +329,10 @@ def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Channels, height and width of a value: [N, C], [N, C, L] or [N, C, H, W], others as one long row."""
     if shape[0] != -1 or len(shape) > 4:
         return math.prod(shape[1:]), 1, 1
-    return cast(tuple[int, int, int], {1: (1, 1, 1), 2: (*shape[1:], 1, 1), 3: (shape[1], 1, shape[-1])}.get(len(shape), shape[1:]))
+    return cast(
+        tuple[int, int, int],
+        {1: (1, 1, 1), 2: (*shape[1:], 1, 1), 3: (shape[1], 1, shape[-1])}.get(len(shape), shape[1:]),
+    )
 
 
 def _bounds(node: Node) -> tuple[float, float]:
@@ -358,4 +363,3 @@ def nonzeros_of(step: Step, images: int) -> dict[str, Any]:
         origin = (top - geometry.padding[0]) * source.pitch + left - geometry.padding[2]
         offsets = inputs * source.plane + origin + y * source.pitch + x
     return in_order(weight.shape[0], filters, offsets * images, values)
-

@@ -1,6 +1,7 @@
 """A whole network as one call: no Python between its layers, and no memory taken but for the output."""
 
 import ctypes
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +30,10 @@ class _Step(ctypes.Structure):
         ("input", _Value),
         ("second", _Value),
         ("out", _Value),
-        *((name, ctypes.c_int32) for name in "kernel_y kernel_x stride_y stride_x top left dilation_y dilation_x".split()),
+        *(
+            (name, ctypes.c_int32)
+            for name in "kernel_y kernel_x stride_y stride_x top left dilation_y dilation_x".split()
+        ),
         ("count_padding", ctypes.c_int32),
         ("low", ctypes.c_float),
         ("high", ctypes.c_float),
@@ -57,11 +61,14 @@ class Plan:
 
     def __init__(self, graph: Graph, images: int = 1, instruction_set: int = BEST) -> None:
         if inference.library() is None:
-            raise ArgumentError("a plan needs the compiled kernels; install with a C compiler, or use sparsevd.accelerate")
+            raise ArgumentError(
+                "a plan needs the compiled kernels; install with a C compiler, or use sparsevd.accelerate"
+            )
         self.network = network(graph)
         self.input_shape = tuple(graph.inputs[0].shape[1:])
         self.images, self.instruction_set = images, instruction_set
         self._programs: dict[int, _Program] = {}
+        self._making = threading.Lock()
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = self.input_shape
@@ -70,10 +77,12 @@ class Plan:
         if x.dtype != torch.float32 or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
             raise ArgumentError(f"a plan takes float32 on the CPU without gradients, not {x.dtype} on {x.device}")
         images = grouped(self.images, x.shape[0]) if x.shape[0] > 0 else 1
-        program = self._programs.get(images)
-        if program is None:
-            program = self._programs[images] = _Program(self.network, images, self.instruction_set)
+        program = self._programs.get(images) or self._made(images)
         return program(x.contiguous())
+
+    def _made(self, images: int) -> "_Program":
+        with self._making:  # laying out a network changes it
+            return self._programs.setdefault(images, _Program(self.network, images, self.instruction_set))
 
 
 class _Program:
