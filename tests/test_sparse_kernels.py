@@ -67,8 +67,8 @@ def test_convolution_equals_torch(
     expected = F.conv2d(F.pad(x, (left, right, top, bottom)), weight, b, stride, 0, dilation, groups).clamp(*bounds)
     images = vectors * SETS[instruction_set] or 1
     geometry = Geometry(stride, padding, dilation, groups)
-    layer = SparseProduct(weight, b, geometry, size, images, *bounds, instruction_set=instruction_set)
-    agrees(layer(x, threads), expected, weight)
+    layer = SparseProduct(weight, b, geometry, size, batch, images, *bounds, instruction_set=instruction_set)
+    agrees(layer(x, expected.shape, threads), expected, weight)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -85,8 +85,8 @@ def test_linear_equals_torch(features, outputs, batch, vectors, zeros, threads, 
     torch.manual_seed(0)
     weight, bias, x = weight_with_zeros(zeros, outputs, features), torch.randn(outputs), torch.randn(batch, features)
     images = vectors * SETS[instruction_set] or 1
-    layer = SparseProduct(weight, bias, Geometry(), (1, 1), images, instruction_set=instruction_set)
-    agrees(layer(x, threads), F.linear(x, weight, bias), weight)
+    layer = SparseProduct(weight, bias, Geometry(), (1, 1), batch, images, instruction_set=instruction_set)
+    agrees(layer(x, (batch, outputs), threads), F.linear(x, weight, bias), weight)
 
 
 @pytest.mark.parametrize("images", [1, 16])
@@ -98,15 +98,16 @@ def test_large_layers(images):
         (weight_with_zeros(0.98, 130, 200, 1, 1), (14, 14)),
     ):
         x = torch.randn(3, weight.shape[1], *size)
-        layer = SparseProduct(weight, None, Geometry(), size, images)
-        agrees(layer(x, 2), F.conv2d(x, weight), weight)
+        layer = SparseProduct(weight, None, Geometry(), size, 3, images)
+        expected = F.conv2d(x, weight)
+        agrees(layer(x, expected.shape, 2), expected, weight)
 
 
 @pytest.mark.parametrize("images", [1, 16])
 def test_threads_change_nothing(images):
     weight, x = weight_with_zeros(0.9, 30, 20, 3, 3), torch.randn(5, 20, 9, 9)
-    layer = SparseProduct(weight, torch.randn(30), Geometry(padding=(1, 1, 1, 1)), (9, 9), images)
-    one, two, many = (layer(x, threads) for threads in (1, 2, 7))
+    layer = SparseProduct(weight, torch.randn(30), Geometry(padding=(1, 1, 1, 1)), (9, 9), 5, images)
+    one, two, many = (layer(x, (5, 30, 9, 9), threads) for threads in (1, 2, 7))
     assert torch.equal(one, two)
     assert torch.equal(one, many)
 
@@ -114,19 +115,19 @@ def test_threads_change_nothing(images):
 def test_nan_is_not_hidden_by_the_activation():
     weight, x = torch.ones(3, 2), torch.full((1, 2), float("nan"))
     for images in (1, 16):
-        assert SparseProduct(weight, None, Geometry(), (1, 1), images, 0.0, 6.0)(x).isnan().all()
+        assert SparseProduct(weight, None, Geometry(), (1, 1), 1, images, 0.0, 6.0)(x, (1, 3)).isnan().all()
 
 
 def test_several_threads_may_call_one_layer():
     weight = weight_with_zeros(0.8, 40, 30, 3, 3)
-    layer = SparseProduct(weight, None, Geometry(), (12, 12))
+    layer = SparseProduct(weight, None, Geometry(), (12, 12), 20)
     inputs = torch.randn(8, 20, 30, 12, 12)
     expected = [F.conv2d(x, weight) for x in inputs]
     results = [None] * len(inputs)
 
     def work(i):
         for _ in range(10):
-            results[i] = layer(inputs[i], 1 + i % 2)
+            results[i] = layer(inputs[i], (20, 40, 10, 10), 1 + i % 2)
 
     callers = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
     for caller in callers:

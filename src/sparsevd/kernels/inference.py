@@ -85,7 +85,7 @@ class Planes:
 
 
 class SparseProduct:
-    """One layer for images of one size, `images` of them beside each other: call it with [N, C, H, W] or [N, C].
+    """One layer for images of one size, `batch` at a call, `images` of them beside each other.
 
     Output is clamp(Wx + b, low, high), float32, on the CPU. Safe to call from several threads.
     """
@@ -96,6 +96,7 @@ class SparseProduct:
         bias: Tensor | None,
         geometry: Geometry,
         size: tuple[int, int],
+        batch: int,
         images: int = 1,
         low: float = -float("inf"),
         high: float = float("inf"),
@@ -105,7 +106,7 @@ class SparseProduct:
         assert built is not None
         lanes = built.sparsevd_sparse_lanes(instruction_set)
         assert images == 1 or images % lanes == 0
-        self.instruction_set = instruction_set
+        self.instruction_set, self.batch = instruction_set, batch
         four_axes = (*weight.shape[:2], *(1,) * (4 - weight.ndim), *weight.shape[2:])
         dense = weight.detach().float().numpy().reshape(four_axes)
         self.outputs, channels = dense.shape[0], dense.shape[1] * geometry.groups
@@ -155,19 +156,12 @@ class SparseProduct:
         self._scratch = built.sparsevd_sparse_scratch(self._address)
         self._run = built.sparsevd_sparse_run
 
-    def __call__(self, x: Tensor, threads: int | None = None) -> Tensor:
-        """x is contiguous [N, C, H, W] or [N, C] of the right size."""
+    def __call__(self, x: Tensor, out_shape: tuple[int, ...], threads: int | None = None) -> Tensor:
+        """x is contiguous and has batch × channels × height × width numbers."""
         threads = threads or torch.get_num_threads()
-        out = torch.empty((x.shape[0], self.outputs, *(self.out_size if x.ndim == 4 else ())), dtype=torch.float32)
-        self._run(
-            self.instruction_set,
-            threads,
-            self._address,
-            x.shape[0],
-            x.data_ptr(),
-            out.data_ptr(),
-            scratch(threads * self._scratch),
-        )
+        out = x.new_empty(out_shape)
+        memory = scratch(threads * self._scratch)
+        self._run(self.instruction_set, threads, self._address, self.batch, x.data_ptr(), out.data_ptr(), memory)
         return out
 
 

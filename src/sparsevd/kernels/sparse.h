@@ -76,6 +76,18 @@ static void NAME(run_tile)(const struct NAME(tile) *t, ptrdiff_t rows, ptrdiff_t
   switch (rows * 16 + vectors) { TILE_SIZES(TILE_CASE) }
 }
 
+INLINE void NAME(copy)(float *to, const float *from, ptrdiff_t count) {
+  if (count >= LANES) {
+    for (ptrdiff_t i = 0; i < count - LANES; i += LANES) store(to + i, load(from + i));
+    store(to + count - LANES, load(from + count - LANES)); /* the last one overlaps */
+    return;
+  }
+  if (LANES > 8 && count & 8) memcpy(to, from, 8 * sizeof(float)), to += 8, from += 8;
+  if (LANES > 4 && count & 4) memcpy(to, from, 4 * sizeof(float)), to += 4, from += 4;
+  if (count & 2) memcpy(to, from, 2 * sizeof(float)), to += 2, from += 2;
+  if (count & 1) *to = *from;
+}
+
 /* ---- one layer, one group of images ---- */
 
 /* Rows of outputs that are whole vectors go straight where they belong. */
@@ -126,8 +138,7 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
           float *pixel = image + y * out_pitch - from;
           if (from < start) from = start;
           if (to > end) to = end;
-          for (; from + LANES <= to; from += LANES) store(pixel + from, load(source + from));
-          for (; from < to; from++) pixel[from] = source[from];
+          if (from < to) NAME(copy)(pixel + from, source + from, to - from);
         }
       }
     }
@@ -193,17 +204,14 @@ INLINE void NAME(transpose)(vf square[LANES]) {
   }
 }
 
-INLINE void NAME(copy)(float *to, const float *from, ptrdiff_t count) {
-  if (count < LANES) {
-    for (ptrdiff_t i = 0; i < count; i++) to[i] = from[i];
-    return;
-  }
-  for (ptrdiff_t i = 0; i < count - LANES; i += LANES) store(to + i, load(from + i));
-  store(to + count - LANES, load(from + count - LANES)); /* the last one overlaps */
-}
-
 /* The positions of a plane that no pixel fills. */
 INLINE void NAME(clear)(const struct sparse_layer *layer, float *plane) {
+  if (layer->plane <= 8 * LANES && layer->images == 1) { /* all of a small plane is sooner done than its runs */
+    ptrdiff_t i = 0;
+    for (; i + LANES <= layer->plane; i += LANES) store(plane + i, splat(0.0f));
+    for (; i < layer->plane; i++) plane[i] = 0;
+    return;
+  }
   for (int32_t run = 0; run < layer->zero_runs; run++) {
     float *to = plane + (ptrdiff_t)layer->zero[2 * run] * layer->images;
     const ptrdiff_t count = (ptrdiff_t)layer->zero[2 * run + 1] * layer->images;

@@ -224,9 +224,10 @@ def _chosen(
 
 def _with_group(layer: InferenceLayer, images: int, x: Tensor) -> Callable[[], object]:
     def call() -> object:
-        layer.images = images
-        return layer(x)
+        return variant(x)
 
+    variant = copy.copy(layer)
+    variant.images, variant._ready = images, {}
     return call
 
 

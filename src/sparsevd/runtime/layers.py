@@ -1,6 +1,7 @@
 """A Linear or Conv layer with zeros, ready to run in the way that measured fastest."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,7 @@ class InferenceLayer(nn.Module):
         self.images: int | None = 1
         self.csr: Tensor | None = None
         self.stride, self.padding, self.dilation, self.groups = geometry_of(layer)
-        self._ready: dict[tuple[Any, ...], SparseProduct] = {}
+        self._ready: dict[torch.Size, _Ready] = {}  # by shape of the input
 
     @property
     def kept(self) -> float:
@@ -47,6 +48,13 @@ class InferenceLayer(nn.Module):
         return float(torch.count_nonzero(self.weight)) / max(1, self.weight.numel())
 
     def forward(self, x: Tensor) -> Tensor:
+        ready = self._ready.get(x.shape)
+        if ready is None or not _plain(x) or ready.version != _version(self._buffers["weight"]):
+            return self._unprepared(x)
+        return ready.product(x.contiguous(), ready.out_shape)
+
+    def _unprepared(self, x: Tensor) -> Tensor:
+        """An input that is the first of its shape, or not for the kernel."""
         if self.batched_only and x.ndim != max(2, self.axes + 2):
             raise ArgumentError(
                 f"this layer has a batch norm folded in and takes inputs of {max(2, self.axes + 2)} axes, "
@@ -56,14 +64,10 @@ class InferenceLayer(nn.Module):
             return self._by_csr(x)
         if self.images is None or not self._fits(x):
             return self.dense(x)
-        if not self.axes:
-            flat = x.reshape(-1, x.shape[-1])
-            return self._product((1, 1), flat.shape[0])(flat.contiguous()).view(*x.shape[:-1], -1)
-        batched = x if x.ndim == self.axes + 2 else x[None]
-        images = batched.contiguous().view(*batched.shape[:2], *((1,) if self.axes == 1 else ()), *batched.shape[2:])
-        out = self._product((images.shape[2], images.shape[3]), images.shape[0])(images)
-        out = out.squeeze(2) if self.axes == 1 else out
-        return out if batched is x else out[0]
+        if len(self._ready) >= _SIZES_KEPT:
+            self._ready.clear()
+        ready = self._ready[x.shape] = self._made_ready(x.shape)
+        return ready.product(x.contiguous(), ready.out_shape)
 
     def dense(self, x: Tensor) -> Tensor:
         """The same with torch's dense operators."""
@@ -103,19 +107,21 @@ class InferenceLayer(nn.Module):
         room = channels * positions * (self.images or 1) < _OFFSETS
         return tall > 0 and wide > 0 and room
 
-    def _product(self, size: tuple[int, int], batch: int) -> SparseProduct:
-        """Made ready once per size of image, and again if the weights change."""
-        images = grouped(self.images or 1, batch) if self.axes else linear_group(batch)
-        weight = self.weight
-        key = (size, images, weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        product = self._ready.get(key)
-        if product is None:
-            geometry = Geometry(self.stride, self.padding, self.dilation, self.groups)
-            product = SparseProduct(weight, self.bias, geometry, size, images, self.low, self.high)
-            if len(self._ready) >= _SIZES_KEPT:
-                self._ready.clear()
-            self._ready[key] = product
-        return product
+    def _made_ready(self, shape: torch.Size) -> "_Ready":
+        geometry = Geometry(self.stride, self.padding, self.dilation, self.groups)
+        if self.axes:
+            batch = shape[0] if len(shape) == self.axes + 2 else 1
+            size = (1, shape[-1]) if self.axes == 1 else (shape[-2], shape[-1])
+            images = grouped(self.images or 1, batch)
+        else:
+            batch, size = shape[:-1].numel(), (1, 1)
+            images = linear_group(batch)
+        product = SparseProduct(self.weight, self.bias, geometry, size, batch, images, self.low, self.high)
+        if self.axes:
+            out_shape = (*shape[: -self.axes - 1], product.outputs, *product.out_size[-self.axes :])
+        else:
+            out_shape = (*shape[:-1], product.outputs)
+        return _Ready(product, out_shape, _version(self.weight))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own products: they hold addresses."""
@@ -126,12 +132,27 @@ class InferenceLayer(nn.Module):
         return f"{way}, {tuple(self.weight.shape)}, {100 * self.kept:.1f} % kept"
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A layer made ready for one shape of input, and for the weights as they were then."""
+
+    product: SparseProduct
+    out_shape: tuple[int, ...]
+    version: tuple[int, int]
+
+
+def _version(weight: Tensor | None) -> tuple[int, int]:
+    """Changes when the weights do."""
+    assert weight is not None
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 def _plain(x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
-        and type(x) in (Tensor, nn.Parameter)
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
+        and (type(x) is Tensor or type(x) is nn.Parameter)
+        and x.dtype is torch.float32
+        and x.is_cpu
         and not (x.requires_grad and torch.is_grad_enabled())
         and not torch.is_autocast_enabled("cpu")
     )

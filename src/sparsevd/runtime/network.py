@@ -26,7 +26,7 @@ _ROUNDING = 16  # floats: activations begin at whole cache lines
 
 @dataclass
 class Value:
-    """An activation: one plane per channel. Rows are `pitch` positions apart, the first pixel is `first` into a plane."""
+    """An activation: one plane per channel, its rows `pitch` positions apart, its first pixel `first` into it."""
 
     channels: int
     height: int

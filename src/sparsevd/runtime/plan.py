@@ -21,7 +21,9 @@ _ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 
 
 class _Value(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int32) for name in "channels height width pitch plane planes first".split())
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ["channels", "height", "width", "pitch", "plane", "planes", "first"]
+    )
 
 
 class _Step(ctypes.Structure):
@@ -32,7 +34,7 @@ class _Step(ctypes.Structure):
         ("out", _Value),
         *(
             (name, ctypes.c_int32)
-            for name in "kernel_y kernel_x stride_y stride_x top left dilation_y dilation_x".split()
+            for name in ["kernel_y", "kernel_x", "stride_y", "stride_x", "top", "left", "dilation_y", "dilation_x"]
         ),
         ("count_padding", ctypes.c_int32),
         ("low", ctypes.c_float),
@@ -118,7 +120,7 @@ class _Program:
 
     def __call__(self, x: Tensor) -> Tensor:
         batch = x.shape[0]
-        out = torch.empty((batch, *self.output_shape), dtype=torch.float32, device="cpu")
+        out = x.new_empty((batch, *self.output_shape))
         threads = torch.get_num_threads()
         if threads > 1 and self.work * -(-batch // self.images) < _ENOUGH:
             threads = 1
