@@ -104,13 +104,13 @@ def with_zeros(model: nn.Module, percents: list[float], seed: int = 0) -> nn.Mod
     return model.eval()
 
 
-def onnx_file(model: nn.Sequential, x: Tensor, folder: str) -> str:
+def onnx_file(model: nn.Module, x: Tensor, folder: str) -> str:
     """The model as ONNX, of a version that DeepSparse reads too."""
     import onnx
     from onnx import helper, numpy_helper
 
     nodes, constants, last = [], [], "x"
-    for name, module in model.named_children():
+    for name, module in model.named_children() if isinstance(model, nn.Sequential) else [("layer", model)]:
         inputs, attributes = [last], {}
         for key, tensor in module.state_dict().items():
             if key != "num_batches_tracked":
@@ -175,54 +175,105 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
 
 
-def compare(model: nn.Module, x: Tensor, threads: int, deepsparse: str | None = None) -> dict[str, object]:
-    """One model, all contenders, in turns."""
+class Worker:
+    """Another program that runs calls and tells the seconds per call: one line in, one line out."""
+
+    def __init__(self, command: list[str]) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        while (line := self.process.stdout.readline()) and line.strip() != "ready":
+            pass
+        if not line:
+            raise SystemExit(f"{command[0]} did not start; try by hand: {' '.join(command)}")
+
+    def __call__(self, count: int) -> float:
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+C_WORKER = """
+#include <stdio.h>
+#include <time.h>
+#include "net.h"
+static float in[NET_INPUTS], out[NET_OUTPUTS];
+int main(void) {
+  long count;
+  for (int i = 0; i < NET_INPUTS; i++) in[i] = (float)(i % 7) / 7.0f;
+  net(in, out);
+  puts("ready"), fflush(stdout);
+  while (scanf("%ld", &count) == 1) {
+    struct timespec start, end;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    for (long i = 0; i < count; i++) net(in, out);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    const double seconds = (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec);
+    printf("%.12f\\n", seconds / (double)count), fflush(stdout);
+  }
+  return 0;
+}
+"""
+
+
+def c_worker(model: nn.Module, x: Tensor, folder: str) -> Worker:
+    """The exported C, called from C."""
+    sparsevd.export_c(model, x, Path(folder) / "net.c")
+    main = Path(folder) / "main.c"
+    main.write_text(C_WORKER)
+    program = f"{folder}/net"
+    subprocess.run(
+        ["cc", "-std=gnu99", "-O3", "-march=native", f"{folder}/net.c", str(main), "-o", program], check=True
+    )
+    return Worker([program])
+
+
+OURS = ("accelerate", "plan", "exported C")
+
+
+def compare(
+    model: nn.Module, x: Tensor, threads: int, deepsparse: str | None = None, whole: bool = True
+) -> dict[str, object]:
+    """One model, all contenders, in turns; `whole` has our whole-network ways too."""
     torch.set_num_threads(threads)
     fast = sparsevd.accelerate(model, x)
     expected = model(x)
     outputs = {"accelerate": difference(fast(x), expected)}
-    calls: dict[str, Call] = {"accelerate": lambda: fast(x), **dense_calls(model, x)}
+    calls: dict[str, Call] = {"accelerate": lambda: fast(x)}
+    workers: dict[str, Worker] = {}
     with tempfile.TemporaryDirectory() as folder:
+        if whole:
+            plan = sparsevd.plan(model, x)
+            outputs["plan"] = difference(plan(x), expected)
+            calls["plan"] = lambda: plan(x)
+            if len(x) == 1 and threads == 1:
+                workers["exported C"] = c_worker(model, x, folder)
+        calls |= dense_calls(model, x)
         path = onnx_file(model, x, folder)
         calls["onnxruntime"], theirs = onnxruntime_call(path, x, threads)
         outputs["onnxruntime"] = difference(torch.from_numpy(theirs), expected)
-        timed: dict[str, Callable[[int], float]] = {}
-        worker = None
         if deepsparse:
             numpy.save(Path(folder) / "x.npy", x.numpy())
-            script = Path(__file__).parent / "deepsparse_worker.py"
+            script = str(Path(__file__).parent / "deepsparse_worker.py")
             arguments = [path, f"{folder}/x.npy", str(threads), f"{folder}/y.npy"]
-            pipe = subprocess.PIPE
-            worker = subprocess.Popen(
-                [deepsparse, str(script), *arguments], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-            )
-            while (line := worker.stdout.readline()) and line.strip() != "ready":
-                pass
-            if not line:
-                raise SystemExit("DeepSparse did not start; try its command by hand")
+            workers["deepsparse"] = Worker([deepsparse, script, *arguments])
             outputs["deepsparse"] = difference(torch.from_numpy(numpy.load(f"{folder}/y.npy")), expected)
-
-            def ask(count: int) -> float:
-                worker.stdin.write(f"{count}\n")
-                worker.stdin.flush()
-                return float(worker.stdout.readline())
-
-            timed["deepsparse"] = ask
-        seconds = in_turns(calls, timed)
-        if worker:
-            worker.stdin.close()
-            worker.wait()
-    dense = {name: statistics.median(s) for name, s in seconds.items() if name not in ("accelerate", "deepsparse")}
+        seconds = in_turns(calls, dict(workers))
+        for worker in workers.values():
+            worker.close()
+    dense = {name: statistics.median(s) for name, s in seconds.items() if name not in (*OURS, "deepsparse")}
     best = min(dense, key=dense.__getitem__)
-    ratio = ratios(seconds, "accelerate")
     return {
         "threads": threads,
         "batch": len(x),
         "choices": [choice.choice for choice in fast.choices],
         "seconds": {name: spread(turns) for name, turns in seconds.items()},
-        "ratios": ratio,
+        "ratios": {ours: ratios(seconds, ours) for ours in OURS if ours in seconds},
         "best_dense": best,
-        "ratio": ratio[best],
+        "ratio": ratios(seconds, "plan" if whole else "accelerate")[best],
         "max_relative_difference": outputs,
     }
 
@@ -234,8 +285,8 @@ def layer_cases() -> Iterator[tuple[str, Callable[[], dict[str, object]]]]:
 
                 def case(channels=channels, outputs=outputs, size=size, zeros=zeros, batch=batch):
                     torch.manual_seed(0)
-                    layer = with_zeros(nn.Sequential(nn.Conv2d(channels, outputs, 3, padding=1)), [zeros])
-                    record = compare(layer, torch.randn(batch, channels, size, size), threads=1)
+                    layer = with_zeros(nn.Conv2d(channels, outputs, 3, padding=1), [zeros])
+                    record = compare(layer, torch.randn(batch, channels, size, size), threads=1, whole=False)
                     return {"layer": [channels, outputs, size], "zeros": zeros, **record}
 
                 yield f"layer {channels}-{outputs}-{size}x{size} zeros {zeros} batch {batch}", case

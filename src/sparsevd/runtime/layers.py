@@ -1,5 +1,6 @@
 """A Linear or Conv layer with zeros, ready to run in the way that measured fastest."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -51,7 +52,7 @@ class InferenceLayer(nn.Module):
         ready = self._ready.get(x.shape)
         if ready is None or not _plain(x) or ready.version != _version(self._buffers["weight"]):
             return self._unprepared(x)
-        return ready.product(x.contiguous(), ready.out_shape)
+        return ready.product(x if x.is_contiguous() else x.contiguous(), ready.out_shape)
 
     def _unprepared(self, x: Tensor) -> Tensor:
         """An input that is the first of its shape, or not for the kernel."""
@@ -168,6 +169,7 @@ def geometry_of(layer: nn.Module) -> tuple[tuple[int, int], tuple[int, int, int,
     return (stride[0], stride[1]), (top, bottom, left, right), (dilation[0], dilation[1]), layer.groups
 
 
+@functools.cache
 def lanes() -> int:
     library = inference.library()
     return library.sparsevd_sparse_lanes(0) if library else 0

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from sparsevd.runtime.network import Network, Step, Value, network, nonzeros_of
 from sparsevd.runtime.timing import timings
 
 KINDS = ("PRODUCT", "REPACK", "MAX_POOL", "AVERAGE_POOL", "AFFINE", "ADD")  # enum step_kind
+_SHAPES_KEPT = 64  # that a plan stays ready for
 _ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 
 
@@ -70,21 +72,36 @@ class Plan:
         self.input_shape = tuple(graph.inputs[0].shape[1:])
         self.images, self.instruction_set = images, instruction_set
         self._programs: dict[int, _Program] = {}
+        self._ready: dict[torch.Size, _Ready] = {}
         self._making = threading.Lock()
 
     def __call__(self, x: Tensor) -> Tensor:
-        shape = self.input_shape
-        if tuple(x.shape[1:]) != shape or x.ndim == 0:
-            raise ArgumentError(f"the plan takes [batch, {', '.join(map(str, shape))}], not {tuple(x.shape)}")
-        if x.dtype != torch.float32 or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
+        ready = self._ready.get(x.shape) or self._made_ready(x.shape)
+        if x.dtype is not torch.float32 or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
             raise ArgumentError(f"a plan takes float32 on the CPU without gradients, not {x.dtype} on {x.device}")
-        images = grouped(self.images, x.shape[0]) if x.shape[0] > 0 else 1
-        program = self._programs.get(images) or self._made(images)
-        return program(x.contiguous())
+        return ready.program(x if x.is_contiguous() else x.contiguous(), ready.out_shape, ready.batch)
 
-    def _made(self, images: int) -> "_Program":
+    def _made_ready(self, shape: torch.Size) -> "_Ready":
+        if tuple(shape[1:]) != self.input_shape or not shape:
+            raise ArgumentError(f"the plan takes [batch, {', '.join(map(str, self.input_shape))}], not {tuple(shape)}")
+        images = grouped(self.images, shape[0]) if shape[0] > 0 else 1
         with self._making:  # laying out a network changes it
-            return self._programs.setdefault(images, _Program(self.network, images, self.instruction_set))
+            if images not in self._programs:
+                self._programs[images] = _Program(self.network, images, self.instruction_set)
+            if len(self._ready) >= _SHAPES_KEPT:
+                self._ready.clear()
+            ready = _Ready(self._programs[images], (shape[0], *self.network.output_shape), shape[0])
+            self._ready[shape] = ready
+        return ready
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What one shape of input asks for."""
+
+    program: "_Program"
+    out_shape: tuple[int, ...]
+    batch: int
 
 
 class _Program:
@@ -96,7 +113,7 @@ class _Program:
         self._kept: list[Any] = []  # what the structs point to
         floats = net.placed(images)
         self.floats, self.instruction_set = -(-floats // 16) * 16, instruction_set
-        self.images, self.output_shape = images, net.output_shape
+        self.images = images
         steps = (_Step * len(net.steps))(*(self._step(step) for step in net.steps))
         self._plan = _Plan(
             images=images,
@@ -118,9 +135,8 @@ class _Program:
             if step.kind == "PRODUCT"
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        batch = x.shape[0]
-        out = x.new_empty((batch, *self.output_shape))
+    def __call__(self, x: Tensor, out_shape: tuple[int, ...], batch: int) -> Tensor:
+        out = x.new_empty(out_shape)
         threads = torch.get_num_threads()
         if threads > 1 and self.work * -(-batch // self.images) < _ENOUGH:
             threads = 1
@@ -230,11 +246,8 @@ def plan(model: nn.Module | Graph, example: Tensor) -> Plan:
     if len(choices) > 1:
 
         def with_images(images: int) -> Any:
-            def call() -> Tensor:
-                made.images = images
-                return made(example)
-
-            return call
+            variant = Plan(graph, images)
+            return lambda: variant(example)
 
         seconds = [timing.median for timing in timings([with_images(images) for images in choices])]
         made.images = choices[seconds.index(min(seconds))]
