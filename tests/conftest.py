@@ -1,11 +1,34 @@
 import pytest
 import torch
 
+import networks
+from sparsevd.graph import capture
+
 
 @pytest.fixture(autouse=True)
 def deterministic():
     """Every test starts from the same generator state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def captured():
+    """Network, example and graph by name; torch.export takes its time, so once for all tests."""
+    result = {}
+    for name, make in networks.NETWORKS.items():
+        torch.manual_seed(0)
+        model, example = make()
+        result[name] = (model.eval(), example, capture(model, example))
+    return result
+
+
+@pytest.fixture
+def one_thread():
+    """For many small tensors: on a busy machine the threads of each step wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

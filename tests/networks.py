@@ -82,12 +82,12 @@ class Residual(nn.Module):
         return F.relu_(y)
 
 
-def resnet(width: int = 8) -> nn.Module:
-    """ResNet-18 for small images: a stem and four stages of two blocks."""
+def resnet(width: int = 8, stages: int = 3, blocks: int = 1) -> nn.Module:
+    """For small images: a stem, then stages of blocks; four stages of two blocks are ResNet-18."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     channels = width
-    for stage in range(4):
-        for block in range(2):
+    for stage in range(stages):
+        for block in range(blocks):
             outputs = width * 2**stage
             layers.append(Residual(channels, outputs, 2 if stage and not block else 1))
             channels = outputs
@@ -139,7 +139,7 @@ class Encoder(nn.Module):
         self.embed = nn.Embedding(words, width)
         self.positions = nn.Parameter(torch.randn(1, length, width))
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(width, 5)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -158,20 +158,22 @@ def with_statistics(model: nn.Module) -> nn.Module:
 
 
 def pruned_at_random(model: nn.Module, sparsity: float) -> nn.Module:
-    """Set this share of the weights of every Linear and Conv layer to zero, in place."""
+    """Set this share of the weights of every Linear, Conv and attention layer to zero, in place."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d):
                 module.weight[torch.rand_like(module.weight) < sparsity] = 0.0
+            if isinstance(module, nn.MultiheadAttention):
+                module.in_proj_weight[torch.rand_like(module.in_proj_weight) < sparsity] = 0.0
     return model
 
 
-# Name → a network and an example for it.
+# Name → a network and an example for it. The last three are pruned.
 NETWORKS = {
     "pointwise": lambda: (Pointwise(), torch.randn(2, 6)),
     "shapes": lambda: (Shapes(), (torch.randn(2, 4, 6), torch.randn(2, 5))),
     "convolutions": lambda: (Convolutions(), torch.randn(2, 3, 16)),
-    "resnet": lambda: (resnet(), torch.randn(2, 3, 16, 16)),
-    "mobilenet": lambda: (mobilenet(), torch.randn(2, 3, 16, 16)),
-    "encoder": lambda: (Encoder(), torch.randint(0, 30, (2, 7))),
+    "resnet": lambda: (pruned_at_random(resnet(), 0.9), torch.randn(2, 3, 16, 16)),
+    "mobilenet": lambda: (pruned_at_random(mobilenet(), 0.9), torch.randn(2, 3, 16, 16)),
+    "encoder": lambda: (pruned_at_random(Encoder(), 0.9), torch.randint(0, 30, (2, 7))),
 }

@@ -1,5 +1,6 @@
 """Sparse Variational Dropout for any PyTorch network: learn which weights it does not need, and drop them."""
 
+from sparsevd.compact import compact
 from sparsevd.convert import prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.evaluate import elbo, evaluate
@@ -8,6 +9,7 @@ from sparsevd.graph import capture
 from sparsevd.objective import elbo_loss, kl
 from sparsevd.runtime.accelerate import accelerate
 from sparsevd.runtime.c_export import export_c
+from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
 from sparsevd.summary import summary
 
@@ -19,10 +21,12 @@ __all__ = [
     "SparseVDWarning",
     "accelerate",
     "capture",
+    "compact",
     "elbo",
     "elbo_loss",
     "evaluate",
     "export_c",
+    "export_onnx",
     "fit",
     "fit_dense",
     "kl",

@@ -40,13 +40,18 @@ def prune_file(path: Path, output: Path, threshold: float | None = None) -> Mode
     checkpoint = Checkpoint.load(_file(path))
     if not checkpoint.layers:
         raise CheckpointError(f"{path} has no Sparse VD layer; it is a dense network, and nothing says what to prune")
+    write_tensors(output, pruned_tensors(checkpoint, threshold))
+    return _summary(checkpoint, threshold)
+
+
+def pruned_tensors(checkpoint: Checkpoint, threshold: float | None = None) -> dict[str, Tensor]:
+    """The tensors of the plain network, with zeros where log α exceeds the threshold."""
     pruned = checkpoint.plain()
     for name, layer in checkpoint.layers.items():
         weight, log_sigma2 = _layer(checkpoint, name)
         limit = layer["threshold"] if threshold is None else checked_threshold(threshold)
         pruned[_key(name, "weight")] = functional.pruned(weight, log_sigma2, limit)
-    write_tensors(output, pruned)
-    return _summary(checkpoint, threshold)
+    return pruned
 
 
 def _file(path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsevd.errors import SparseVDError, SparseVDWarning
+from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
 from sparsevd.fit import FitConfig
 from sparsevd.run import RunConfig
 
@@ -107,15 +107,41 @@ def train(
     print(f"written to {out}: {', '.join(run.FILES)}")
 
 
+_MODEL = typer.Option(help="The network, if the folder does not say: one of the paper, or package.module:factory.")
+_INPUT_SHAPE = typer.Option(help="Shape of one example, as 1x28x28, if the folder does not say.")
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(size) for size in text.replace("×", "x").split("x"))
+    except ValueError as error:
+        raise ArgumentError(f"--input-shape {text} must look like 1x28x28") from error
+
+
 @app.command(epilog="Example: sparsevd info runs/demo/checkpoint.safetensors")
 def info(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     threshold: Annotated[float | None, typer.Option(help="Count with another threshold of log α.")] = None,
+    model: Annotated[str | None, _MODEL] = None,
+    input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
-    """Show, layer by layer, how many weights are kept."""
-    from sparsevd import checkpoint_info
+    """Show, layer by layer, how many weights are kept; then units, multiply-adds and bytes after compaction."""
+    from sparsevd import checkpoint_info, restore
+    from sparsevd.compact import compact
 
-    print(checkpoint_info.info(checkpoint, threshold))
+    shape = _sizes(input_shape)
+    print(checkpoint_info.info(checkpoint, threshold), flush=True)
+    try:
+        restored = restore.restore(checkpoint, model=model, input_shape=shape, threshold=threshold)
+        report = compact(restored.network, restored.example).compaction
+    except SparseVDError as error:
+        if model or input_shape:
+            raise
+        print(f"units and multiply-adds are not shown: {error}")
+    else:
+        print(f"\n{report}")
 
 
 @app.command(epilog="Example: sparsevd prune runs/demo/checkpoint.safetensors -o lenet.safetensors --threshold 2")
@@ -129,6 +155,35 @@ def prune(
 
     print(checkpoint_info.prune_file(checkpoint, output, threshold))
     print(f"written to {output}")
+
+
+@app.command(epilog="Example: sparsevd export runs/demo --to onnx -o lenet.onnx --sparse-initializers")
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")],
+    to: Annotated[str, typer.Option(help="The format: onnx.")] = "onnx",
+    smaller: Annotated[bool, typer.Option("--compact", help="Remove dead units first.")] = False,
+    sparse_initializers: Annotated[
+        bool, typer.Option("--sparse-initializers", help="ONNX: store mostly-zero tensors as sparse ones.")
+    ] = False,
+    threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
+    model: Annotated[str | None, _MODEL] = None,
+    input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
+) -> None:
+    """Write the pruned network in another format, checked against the network itself."""
+    from sparsevd import restore
+    from sparsevd.compact import compact
+    from sparsevd.runtime.onnx import export_onnx
+
+    if to != "onnx":
+        raise ArgumentError(f"--to {to}: there is onnx")
+    restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
+    network = restored.network
+    if smaller:
+        network = compact(network, restored.example)
+        print(network.compaction)
+    export_onnx(network, restored.example, output, sparse_initializers=sparse_initializers)
+    print(f"written to {output}: {output.stat().st_size:,} bytes, outputs equal in onnxruntime")
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:

@@ -17,6 +17,10 @@ class GraphError(SparseVDError, ValueError):
     """A network has no graph of known operations, or a graph is not well-formed."""
 
 
+class ExportError(SparseVDError):
+    """A network cannot be written in another format."""
+
+
 class DataError(SparseVDError):
     """A data set could not be found, fetched or read."""
 

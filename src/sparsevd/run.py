@@ -74,7 +74,7 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     train, val, test, classes = _load_data(config)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)
-        dense = _build_model(config.model, classes)
+        dense = build_model(config.model, classes)
         if config.init_from:
             load_weights(dense, config.init_from)
         _try_one_batch(dense, train, config)
@@ -199,7 +199,7 @@ def _load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
     return (x[kept], y[kept]), (x[held_out], y[held_out]), test, classes
 
 
-def _build_model(name: str, classes: int) -> nn.Module:
+def build_model(name: str, classes: int) -> nn.Module:
     if ":" in name:
         model = load_object(name)()
         if not isinstance(model, nn.Module):

@@ -10,21 +10,13 @@ from torch import Tensor
 
 from sparsevd.errors import GraphError
 from sparsevd.graph.operations import DTYPES, KINDS, OPS, Attribute
+from sparsevd.graph.shapes import result_shape
 
 FORMAT = 1
 
-# These take tensors of one floating type only.
-_ONE_TYPE = (
-    "linear",
-    "conv",
-    "conv_transpose",
-    "batch_norm",
-    "layer_norm",
-    "group_norm",
-    "prelu",
-    "matmul",
-    "attention",
-)
+# These take values of any type; the others want floats.
+_ANY_TYPE = ("reshape", "expand", "permute", "slice", "select", "concat")
+_ARITHMETIC = ("add", "sub", "mul", "div", "maximum", "minimum")
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class Graph:
         """Raise GraphError unless this is a well-formed graph; for graphs from files, and after every rewriting.
 
         Checked are names, operations, number of inputs, attributes and their values, and that each shape is the one
-        the operation gives, for any batch size. It costs no computation: shapes are found on tensors without memory.
+        the operation gives, for any batch size. Nothing is computed.
         """
         self._check_names()
         for node in self.nodes:
@@ -109,8 +101,7 @@ class Graph:
         for node in self.inputs:
             if not node.shape or node.shape[0] != -1 or min(node.shape[1:], default=0) < 0:
                 raise GraphError(f"input {node.name!r} of shape {node.shape}: only its first axis is the batch, -1")
-        for batch in (3, 5):  # a shape that is right for both follows the batch size
-            self._check_shapes(batch)
+        self._check_shapes()
         return self
 
     def _check_names(self) -> None:
@@ -132,25 +123,24 @@ class Graph:
         if not self.parameters <= self.constants.keys():
             raise GraphError(f"the parameters {sorted(self.parameters - self.constants.keys())} are no constants")
 
-    def _check_shapes(self, batch: int) -> None:
-        values = {name: torch.empty_like(tensor, device="meta") for name, tensor in self.constants.items()}
+    def _check_shapes(self) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.constants.items()}
+        types = {name: tensor.dtype for name, tensor in self.constants.items()}
         for node in self.nodes:
             if node.op == "input":
-                dtype = DTYPES[str(node.attributes["dtype"])]
-                values[node.name] = torch.empty(sizes(node.shape, batch), dtype=dtype, device="meta")
+                shapes[node.name], types[node.name] = node.shape, DTYPES[str(node.attributes["dtype"])]
                 continue
-            arguments = [values[name] for name in node.inputs]
             try:
-                _check_sizes(node, arguments)
-                value = evaluate(node, arguments, batch)
-            except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as error:
+                shape = result_shape(node.op, [shapes[name] for name in node.inputs], node.attributes)
+                types[node.name] = _result_type(node, [types[name] for name in node.inputs])
+            except (ValueError, TypeError, IndexError) as error:
                 raise GraphError(f"{node.op} {node.name!r} does not fit its inputs: {error}") from error
-            if tuple(value.shape) != sizes(node.shape, batch):
+            if shape != node.shape:
                 raise GraphError(
-                    f"{node.op} {node.name!r} is said to give {describe_shape(node.shape)}, but for a batch of {batch} "
-                    f"it gives {describe_shape(tuple(value.shape))}"
+                    f"{node.op} {node.name!r} is said to give {describe_shape(node.shape)}, but it gives "
+                    f"{describe_shape(shape)}"
                 )
-            values[node.name] = value
+            shapes[node.name] = shape
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the constants, as JSON can hold it; `Graph.from_dict` is the way back."""
@@ -246,43 +236,22 @@ def _plain(value: Attribute) -> str:
     return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _check_sizes(node: Node, arguments: list[Tensor]) -> None:
-    """What torch asks of tensors, but not of tensors without memory."""
-    x, rest = arguments[0], arguments[1:]
-    for key, kind in OPS[node.op].attributes.items():
-        value = node.attributes[key]
-        axes = value if isinstance(value, tuple) else (value,)
-        if kind in ("axis", "axes") and (len(set(axes)) < len(axes) or any(int(axis) >= x.ndim for axis in axes)):
-            raise ValueError(f"{key}={value} of a value with {x.ndim} axes")
-    shapes = [tuple(tensor.shape) for tensor in rest]
-    channels = tuple(x.shape[1:2])
-    fits = True
-    match node.op:
-        case "linear":
-            fits = len(shapes[0]) == 2 and all(shape == shapes[0][:1] for shape in shapes[1:])
-        case "conv" | "conv_transpose":
-            spatial = {len(node.attributes[key]) for key in OPS[node.op].attributes if key != "groups"}  # type: ignore[arg-type]
-            groups = int(node.attributes["groups"])  # type: ignore[arg-type]
-            fits = spatial == {x.ndim - 2} and len(shapes[0]) == x.ndim
-            if not fits:
-                raise ValueError(f"its settings are not for {x.ndim - 2} axes, or its weight is not")
-            units = shapes[0][0] if node.op == "conv" else shapes[0][1] * groups
-            inputs = shapes[0][1] * groups if node.op == "conv" else shapes[0][0]
-            fits = fits and all(shape == (units,) for shape in shapes[1:]) and channels == (inputs,)
-        case "batch_norm" | "group_norm":
-            fits = all(shape == channels for shape in shapes)
-        case "layer_norm":
-            fits = shapes[0] == shapes[1]
-        case "prelu":
-            fits = shapes[0] in ((1,), channels)
-        case "embedding":
-            if len(shapes[0]) != 2 or x.dtype not in (torch.int64, torch.int32):
-                raise ValueError("it takes integers and a table of two axes")
-            return
-    if not fits:
-        raise ValueError(f"its tensors are {', '.join(map(describe_shape, shapes))}")
-    if node.op in _ONE_TYPE and not (x.is_floating_point() and all(tensor.dtype == x.dtype for tensor in rest)):
-        raise ValueError(f"its tensors must have one floating type, not {', '.join(str(t.dtype) for t in arguments)}")
+def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
+    """The type of a result, or TypeError. Only lookups, casts, arithmetic and moves take anything but floats."""
+    if node.op == "cast":
+        return DTYPES[str(node.attributes["dtype"])]
+    if node.op == "embedding" and types[0] in (torch.int64, torch.int32) and types[1].is_floating_point:
+        return types[1]
+    if node.op == "attention" and types[3:] == [torch.bool]:
+        types = types[:3]
+    if node.op in _ANY_TYPE and len(set(types)) == 1:
+        return types[0]
+    if node.op in _ARITHMETIC:
+        result = torch.promote_types(*types)
+        return result if result.is_floating_point or node.op != "div" else torch.get_default_dtype()
+    if len(set(types)) != 1 or not types[0].is_floating_point:
+        raise TypeError(f"types {', '.join(map(str, types))}")
+    return types[0]
 
 
 def _check_node(node: Node) -> None:

@@ -1,0 +1,78 @@
+"""The network of a run or of a file of weights, pruned and ready for use, with an example of its input.
+
+The folder of a run says which network of the paper it is and which data it saw. Networks of the user's own are code,
+and code is only run when it is named by the user: `model` is then needed, and `input_shape`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.checkpoint import Checkpoint, read_tensors
+from sparsevd.checkpoint_info import pruned_tensors
+from sparsevd.errors import ArgumentError, CheckpointError
+from sparsevd.run import SUMMARY, build_model
+from sparsevd.run_folder import CHECKPOINT
+
+# Shape of one example, and number of classes.
+_DATA = {"mnist": ((1, 28, 28), 10), "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A plain network with its zeros, in eval mode, and an input for it."""
+
+    network: nn.Module
+    example: Tensor
+
+
+def restore(
+    path: Path,
+    *,
+    model: str | None = None,
+    input_shape: tuple[int, ...] | None = None,
+    threshold: float | None = None,
+) -> Restored:
+    """The pruned network of a run's folder, a checkpoint, or a safetensors file with the keys of the plain network.
+
+    Args:
+        path: what to read.
+        model: a network of the paper, or "package.module:factory"; by default the one that the run names.
+        input_shape: of one example, without the batch; by default that of the data that the run names.
+        threshold: for checkpoints of Sparse VD, drop weights of log α above it.
+    """
+    file = path / CHECKPOINT if path.is_dir() else path
+    tensors, metadata = read_tensors(file)
+    if "sparsevd" in metadata:
+        tensors = pruned_tensors(Checkpoint.load(file), threshold)
+    elif threshold is not None:
+        raise CheckpointError(f"{file} holds a plain network: it has no log α for a threshold to act on")
+    told_model, told_data = _told(file.parent)
+    known_shape, classes = _DATA.get(told_data or "", (None, 10))
+    model = model or told_model
+    shape = input_shape or known_shape
+    if model is None or shape is None:
+        missing = [name for name, value in (("--model", model), ("--input-shape", shape)) if value is None]
+        raise ArgumentError(f"{path} does not say all about its network; give {' and '.join(missing)}")
+    network = build_model(model, classes).eval()
+    expected = network.state_dict()
+    wrong = [key for key in expected if key not in tensors or tensors[key].shape != expected[key].shape]
+    extra = [key for key in tensors if key not in expected]
+    if wrong or extra:
+        raise ArgumentError(f"{file} does not fit the network {model}: {', '.join([*wrong, *extra][:5])}")
+    network.load_state_dict(tensors)
+    return Restored(network, torch.zeros(1, *shape))
+
+
+def _told(folder: Path) -> tuple[str | None, str | None]:
+    """The network and the data that a run's summary names; names of the user's own code are not taken from a file."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        names = summary["model"], summary["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
+    model, data = (name if isinstance(name, str) and ":" not in name else None for name in names)
+    return model, data
