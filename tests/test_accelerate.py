@@ -3,8 +3,10 @@
 import copy
 import io
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -316,3 +318,13 @@ torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
 """
     result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "['dense', 'CSR']", result.stderr
+
+
+@built
+@pytest.mark.filterwarnings("ignore::sparsevd.SparseVDWarning")
+def test_documentation_runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "docs" / "inference.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "inference.md", "exec"), {})
+    assert (tmp_path / "lenet.h").exists()
