@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsevd import kernels
 
+ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
 _INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -155,10 +156,11 @@ class SparseProduct:
         self._address = ctypes.addressof(self._layer)
         self._scratch = built.sparsevd_sparse_scratch(self._address)
         self._run = built.sparsevd_sparse_run
+        self.small = len(values) * planes.out_height * planes.out_width * batch < ENOUGH
 
     def __call__(self, x: Tensor, out_shape: tuple[int, ...], threads: int | None = None) -> Tensor:
         """x is contiguous and has batch × channels × height × width numbers."""
-        threads = threads or torch.get_num_threads()
+        threads = threads or (1 if self.small else torch.get_num_threads())
         out = x.new_empty(out_shape)
         memory = scratch(threads * self._scratch)
         self._run(self.instruction_set, threads, self._address, self.batch, x.data_ptr(), out.data_ptr(), memory)

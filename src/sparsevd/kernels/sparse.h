@@ -204,36 +204,51 @@ INLINE void NAME(transpose)(vf square[LANES]) {
   }
 }
 
+INLINE void NAME(zeros)(float *to, ptrdiff_t count) {
+  ptrdiff_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, splat(0.0f));
+  for (; i < count; i++) to[i] = 0;
+}
+
 /* The positions of a plane that no pixel fills. */
 INLINE void NAME(clear)(const struct sparse_layer *layer, float *plane) {
-  if (layer->plane <= 8 * LANES && layer->images == 1) { /* all of a small plane is sooner done than its runs */
-    ptrdiff_t i = 0;
-    for (; i + LANES <= layer->plane; i += LANES) store(plane + i, splat(0.0f));
-    for (; i < layer->plane; i++) plane[i] = 0;
-    return;
-  }
   for (int32_t run = 0; run < layer->zero_runs; run++) {
     float *to = plane + (ptrdiff_t)layer->zero[2 * run] * layer->images;
-    const ptrdiff_t count = (ptrdiff_t)layer->zero[2 * run + 1] * layer->images;
-    ptrdiff_t i = 0;
-    for (; i + LANES <= count; i += LANES) store(to + i, splat(0.0f));
-    for (; i < count; i++) to[i] = 0;
+    NAME(zeros)(to, (ptrdiff_t)layer->zero[2 * run + 1] * layer->images);
   }
 }
 
 /* One image, channel by channel. */
 TARGET static void NAME(pack_single)(const struct sparse_layer *layer, const float *in, float *planes,
                                      ptrdiff_t first_channel, ptrdiff_t last_channel) {
-  const ptrdiff_t width = layer->width, size = layer->height * width;
+  const ptrdiff_t width = layer->width, size = layer->height * width, pitch = layer->pitch, gap = pitch - width;
+  const int32_t *place = layer->place;
+  const int rows_together = layer->stride_x == 1, in_order = layer->height == 1 || place[width] == place[0] + pitch;
   for (ptrdiff_t channel = first_channel; channel < last_channel; channel++) {
     if (layer->slot[channel] < 0) continue;
-    const float *image = in + channel * size;
+    const float *row = in + channel * size, *end = row + size;
     float *plane = planes + (ptrdiff_t)layer->slot[channel] * layer->plane;
+    if (layer->plane <= 8 * LANES && rows_together) { /* all of a small plane is sooner zero than its gaps */
+      NAME(zeros)(plane, layer->plane);
+      for (ptrdiff_t i = 0; i < size; i += width) NAME(copy)(plane + place[i], row + i, width);
+      continue;
+    }
+    if (rows_together && in_order) { /* no stride: zeros, row, gap, row, gap, ..., row, zeros */
+      float *to = plane + place[0];
+      NAME(zeros)(plane, place[0]);
+      for (; row + width < end; row += width, to += pitch) {
+        NAME(copy)(to, row, width);
+        for (ptrdiff_t x = 0; x < gap; x++) to[width + x] = 0;
+      }
+      NAME(copy)(to, row, width);
+      NAME(zeros)(to + width, plane + layer->plane - (to + width));
+      continue;
+    }
     NAME(clear)(layer, plane);
-    if (layer->stride_x == 1) /* whole rows stay together */
-      for (ptrdiff_t i = 0; i < size; i += width) NAME(copy)(plane + layer->place[i], image + i, width);
+    if (rows_together)
+      for (ptrdiff_t i = 0; i < size; i += width) NAME(copy)(plane + place[i], row + i, width);
     else
-      for (ptrdiff_t i = 0; i < size; i++) plane[layer->place[i]] = image[i];
+      for (ptrdiff_t i = 0; i < size; i++) plane[place[i]] = row[i];
   }
 }
 

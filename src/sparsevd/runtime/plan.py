@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError
 from sparsevd.graph import Graph, capture
 from sparsevd.kernels import BEST, inference
-from sparsevd.kernels.inference import LayerStruct
+from sparsevd.kernels.inference import ENOUGH, LayerStruct
 from sparsevd.runtime.layers import grouped, lanes
 from sparsevd.runtime.network import Network, Step, Value, network, nonzeros_of
 from sparsevd.runtime.timing import timings
 
 KINDS = ("PRODUCT", "REPACK", "MAX_POOL", "AVERAGE_POOL", "AFFINE", "ADD")  # enum step_kind
 _SHAPES_KEPT = 64  # that a plan stays ready for
-_ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 
 
 class _Value(ctypes.Structure):
@@ -138,7 +137,7 @@ class _Program:
     def __call__(self, x: Tensor, out_shape: tuple[int, ...], batch: int) -> Tensor:
         out = x.new_empty(out_shape)
         threads = torch.get_num_threads()
-        if threads > 1 and self.work * -(-batch // self.images) < _ENOUGH:
+        if threads > 1 and self.work * -(-batch // self.images) < ENOUGH:
             threads = 1
         try:
             room, address, memory = self._free.pop()
