@@ -123,7 +123,7 @@ def test_readme_has_no_placeholders():
     assert not re.search(r"RESULT|TODO|XXX", (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/compaction.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/compaction.md", "docs/inference.md"])
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
         assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target

@@ -177,7 +177,7 @@ def prune(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")],
-    to: Annotated[str, typer.Option(help="The format: onnx.")] = "onnx",
+    to: Annotated[str, typer.Option(help="The format: onnx, or c for one self-contained C file.")] = "onnx",
     smaller: Annotated[bool, typer.Option("--compact", help="Remove dead units first.")] = False,
     sparse_initializers: Annotated[
         bool, typer.Option("--sparse-initializers", help="ONNX: store mostly-zero tensors as sparse ones.")
@@ -191,13 +191,19 @@ def export(
     from sparsevd.compact import compact
     from sparsevd.runtime.onnx import export_onnx
 
-    if to != "onnx":
-        raise ArgumentError(f"--to {to}: there is onnx")
+    if to not in ("onnx", "c"):
+        raise ArgumentError(f"--to {to}: there are onnx and c")
     restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
     network = restored.network
     if smaller:
         network = compact(network, restored.example)
         print(network.compaction)
+    if to == "c":
+        from sparsevd.runtime.c_export import export_c
+
+        written = export_c(network, restored.example, output)
+        print(f"written to {' and '.join(map(str, written))}; the C file says how to build and test it")
+        return
     export_onnx(network, restored.example, output, sparse_initializers=sparse_initializers)
     print(f"written to {output}: {output.stat().st_size:,} bytes, outputs equal in onnxruntime")
 
@@ -231,6 +237,25 @@ def compress(
     )
     print(compressed(config))
     print(f"written to {output}")
+
+
+@app.command(epilog="Example: sparsevd bench runs/demo --batch 1 --batch 64 --threads 1")
+def bench(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be given again. Default: 1, 16, 64.")] = None,
+    threads: Annotated[list[int] | None, typer.Option(help="Threads; may be given again. Default: 1, 2.")] = None,
+    compiler: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile too.")] = True,
+    threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
+    model: Annotated[str | None, _MODEL] = None,
+    input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
+) -> None:
+    """Time the pruned network on this machine: dense torch, ONNX Runtime, and our ways; and compare their outputs."""
+    from sparsevd import restore
+    from sparsevd.runtime import bench as benchmark
+
+    restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
+    batches, counts = batch or (1, 16, 64), threads or (1, 2)
+    print(benchmark.bench(restored.network, restored.example, batches=batches, threads=counts, compiler=compiler))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:

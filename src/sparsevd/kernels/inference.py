@@ -1,0 +1,198 @@
+"""The door to the sparse inference kernels: a weight with zeros, made ready for one size of image, and its product.
+
+What the C side computes is said in `inference.h`. Here the nonzeros of a weight become offsets into its planes.
+"""
+
+import ctypes
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsevd import kernels
+
+ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
+GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
+_INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+_POINTERS = "slot place zero order starts nonzeros bias"
+
+
+class LayerStruct(ctypes.Structure):
+    """struct sparse_layer"""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zero_runs", "direct", "out_pitch", "out_plane")),
+        ("low", ctypes.c_float),
+        ("high", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None without them."""
+    built = kernels.library()
+    if built is None:
+        return None
+    try:
+        built.sparsevd_sparse_lanes.argtypes, built.sparsevd_sparse_lanes.restype = [ctypes.c_int], ctypes.c_int
+        pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
+        built.sparsevd_sparse_scratch.argtypes, built.sparsevd_sparse_scratch.restype = [pointer], size
+        for run in (built.sparsevd_sparse_run, built.sparsevd_plan_run):
+            run.argtypes, run.restype = [ctypes.c_int, ctypes.c_int, pointer, size, pointer, pointer, pointer], None
+    except AttributeError:  # built from other sources than these
+        return None
+    return built
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a convolution does besides its weights. A Linear layer is one of 1×1 images, a Conv1d one of height 1."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)  # top, bottom, left, right
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+
+class Planes:
+    """Where the pixels of one channel lie, with the zeros around them: row by row, for each phase of the stride."""
+
+    def __init__(self, size: tuple[int, int], kernel: tuple[int, int], geometry: Geometry) -> None:
+        (height, width), (self.stride_y, self.stride_x) = size, geometry.stride
+        top, bottom, left, right = geometry.padding
+        tall, wide = height + top + bottom, width + left + right
+        self.out_height = (tall - geometry.dilation[0] * (kernel[0] - 1) - 1) // self.stride_y + 1
+        self.out_width = (wide - geometry.dilation[1] * (kernel[1] - 1) - 1) // self.stride_x + 1
+        self.rows = -(-tall // self.stride_y)
+        if self.stride_x == 1:  # the zeros at the end of a row are those at the beginning of the next
+            self.pitch, beyond = max(width + max(left, right), self.out_width), max(left, right)
+        else:
+            self.pitch, beyond = -(-wide // self.stride_x), 0
+        self.size = self.stride_y * self.stride_x * self.rows * self.pitch + beyond
+        y, x = np.divmod(np.arange(height * width), width)
+        self.pixels = self.position(y + top, x + left)
+        self.zeros = np.setdiff1d(np.arange(self.size), self.pixels)
+
+    def position(self, y: Ints, x: Ints) -> Ints:
+        """Where the pixel (y, x) of the image with its zeros lies."""
+        phase = (y % self.stride_y) * self.stride_x + x % self.stride_x
+        return (phase * self.rows + y // self.stride_y) * self.pitch + x // self.stride_x
+
+
+class SparseProduct:
+    """One layer for images of one size, `batch` at a call, `images` of them beside each other.
+
+    Output is clamp(Wx + b, low, high), float32, on the CPU. Safe to call from several threads.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        geometry: Geometry,
+        size: tuple[int, int],
+        batch: int,
+        images: int = 1,
+        low: float = -float("inf"),
+        high: float = float("inf"),
+        instruction_set: int = kernels.BEST,
+    ) -> None:
+        built = library()
+        assert built is not None
+        lanes = built.sparsevd_sparse_lanes(instruction_set)
+        assert images == 1 or images % lanes == 0
+        self.instruction_set, self.batch = instruction_set, batch
+        four_axes = (*weight.shape[:2], *(1,) * (4 - weight.ndim), *weight.shape[2:])
+        dense = weight.detach().float().numpy().reshape(four_axes)
+        self.outputs, channels = dense.shape[0], dense.shape[1] * geometry.groups
+        planes = Planes(size, dense.shape[2:], geometry)
+        self.out_size = (planes.out_height, planes.out_width)
+
+        filters, inputs, y, x = np.nonzero(dense)
+        values = dense[filters, inputs, y, x]
+        inputs = inputs + filters // (self.outputs // geometry.groups) * dense.shape[1]
+        # Read in place what has no zeros around it, unless tiles would read past its end.
+        whole_tiles = planes.out_width % lanes == 0 or self.out_size == (1, 1)
+        direct = images == 1 and geometry.stride == (1, 1) and planes.size == size[0] * size[1] and whole_tiles
+        read = np.full(channels, direct)
+        read[inputs] = True
+        slot = np.where(read, np.cumsum(read) - 1, -1)
+        offsets = planes.position(y * geometry.dilation[0], x * geometry.dilation[1])
+        offsets = (slot[inputs] * planes.size + offsets) * images
+        zero_runs = _runs(planes.zeros)
+        self._arrays = {
+            "slot": slot.astype(np.int32),
+            "place": planes.pixels.astype(np.int32),
+            "zero": zero_runs.astype(np.int32),
+            **in_order(self.outputs, filters, offsets, values),
+            "bias": np.zeros(self.outputs, np.float32) if bias is None else bias.detach().float().numpy().copy(),
+        }
+        self._layer = LayerStruct(
+            channels=channels,
+            height=size[0],
+            width=size[1],
+            outputs=self.outputs,
+            out_height=planes.out_height,
+            out_width=planes.out_width,
+            images=images,
+            used=int(read.sum()),
+            stride_x=planes.stride_x,
+            pitch=planes.pitch,
+            plane=planes.size,
+            zero_runs=len(zero_runs),
+            direct=direct,
+            out_pitch=planes.out_width,
+            out_plane=planes.out_height * planes.out_width,
+            low=low,
+            high=high,
+            **{name: array.ctypes.data for name, array in self._arrays.items()},
+        )
+        self._address = ctypes.addressof(self._layer)
+        self._scratch = built.sparsevd_sparse_scratch(self._address)
+        self._run = built.sparsevd_sparse_run
+        self.small = len(values) * planes.out_height * planes.out_width * batch < ENOUGH
+
+    def __call__(self, x: Tensor, out_shape: tuple[int, ...], threads: int | None = None) -> Tensor:
+        """x is contiguous and has batch × channels × height × width numbers."""
+        threads = threads or (1 if self.small else torch.get_num_threads())
+        out = x.new_empty(out_shape)
+        memory = scratch(threads * self._scratch)
+        self._run(self.instruction_set, threads, self._address, self.batch, x.data_ptr(), out.data_ptr(), memory)
+        return out
+
+
+def in_order(outputs: int, filters: Ints, offsets: Ints, values: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The nonzeros as the kernel reads them. Filters of as many nonzeros follow each other: the processor then predicts
+    where their loops end."""
+    counts = np.bincount(filters, minlength=outputs)
+    order = np.argsort(counts, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(outputs)
+    by_rank = np.argsort(rank[filters], kind="stable")
+    nonzeros = np.empty(len(values), dtype=[("offset", np.int32), ("weight", np.float32)])
+    nonzeros["offset"], nonzeros["weight"] = offsets[by_rank], values[by_rank]
+    starts = np.concatenate([[0], np.cumsum(counts[order])])
+    return {"order": order.astype(np.int32), "starts": starts.astype(np.int32), "nonzeros": nonzeros}
+
+
+def _runs(positions: Ints) -> Ints:
+    """Ascending positions as [runs, 2]: the first of each run of neighbours, and their number."""
+    firsts = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
+    return np.stack([positions[firsts], np.diff(firsts, append=len(positions))], axis=1)
+
+
+_OWN = threading.local()
+
+
+def scratch(floats: int) -> int:
+    """The address of scratch memory of the calling thread, a multiple of 64; it grows as needed and is kept."""
+    if floats > getattr(_OWN, "floats", -1):
+        _OWN.memory = torch.empty(floats + 16, dtype=torch.float32, device="cpu")
+        _OWN.floats, _OWN.address = floats, -(-_OWN.memory.data_ptr() // 64) * 64
+    return int(_OWN.address)

@@ -1,0 +1,198 @@
+"""A Linear or Conv layer with zeros, ready to run in the way that measured fastest."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparsevd.errors import ArgumentError
+from sparsevd.kernels import inference
+from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct
+
+LAYER_TYPES: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2}  # and how many axes an image has
+INFINITY = float("inf")
+_SIZES_KEPT = 8  # sizes of images that a layer stays ready for
+_OFFSETS = 2**31  # what an offset into the planes can hold
+
+
+class InferenceLayer(nn.Module):
+    """clamp(Wx + b, low, high), by the sparse kernel for groups of `images`, or densely where that is None.
+
+    Takes what the layer it stands for takes. What the kernels cannot do (another type or device, gradients,
+    torch.compile) is done densely, so the answers are always there.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, layer: nn.Module, weight: Tensor, bias: Tensor | None, low: float = -INFINITY, high: float = INFINITY
+    ) -> None:
+        super().__init__()
+        self.axes = LAYER_TYPES[type(layer)]
+        self.register_buffer("weight", weight.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self.low, self.high = low, high
+        self.batched_only = False  # set where a batch norm was folded, which sees other axes in other inputs
+        self.images: int | None = 1
+        self.csr: Tensor | None = None
+        self.stride, self.padding, self.dilation, self.groups = geometry_of(layer)
+        self._ready: dict[torch.Size, _Ready] = {}  # by shape of the input
+
+    @property
+    def kept(self) -> float:
+        """Share of weights that are not zero."""
+        return float(torch.count_nonzero(self.weight)) / max(1, self.weight.numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        ready = self._ready.get(x.shape)
+        if ready is None or not _plain(x) or ready.version != _version(self._buffers["weight"]):
+            return self._unprepared(x)
+        return ready.product(x if x.is_contiguous() else x.contiguous(), ready.out_shape)
+
+    def _unprepared(self, x: Tensor) -> Tensor:
+        """An input that is the first of its shape, or not for the kernel."""
+        if self.batched_only and x.ndim != max(2, self.axes + 2):
+            raise ArgumentError(
+                f"this layer has a batch norm folded in and takes inputs of {max(2, self.axes + 2)} axes, "
+                f"not {tuple(x.shape)}; accelerate the model with an example of that shape"
+            )
+        if self.csr is not None and x.ndim == 2 and _plain(x):
+            return self._by_csr(x)
+        if self.images is None or not self._fits(x):
+            return self.dense(x)
+        if len(self._ready) >= _SIZES_KEPT:
+            self._ready.clear()
+        ready = self._ready[x.shape] = self._made_ready(x.shape)
+        return ready.product(x.contiguous(), ready.out_shape)
+
+    def dense(self, x: Tensor) -> Tensor:
+        """The same with torch's dense operators."""
+        if not self.axes:
+            return self._activated(F.linear(x, self.weight, self.bias))
+        top, bottom, left, right = self.padding
+        convolution = cast(Callable[..., Tensor], (F.conv1d, F.conv2d)[self.axes - 1])
+        padding = (top, left)[-self.axes :]
+        if (top, left) != (bottom, right):  # padding="same" of an even kernel
+            x, padding = F.pad(x, (left, right, top, bottom)[: 2 * self.axes]), (0, 0)[-self.axes :]
+        stride, dilation = self.stride[-self.axes :], self.dilation[-self.axes :]
+        return self._activated(convolution(x, self.weight, self.bias, stride, padding, dilation, self.groups))
+
+    def _activated(self, y: Tensor) -> Tensor:
+        if (self.low, self.high) == (-INFINITY, INFINITY):
+            return y
+        return y.relu() if (self.low, self.high) == (0, INFINITY) else y.clamp(self.low, self.high)
+
+    def _by_csr(self, x: Tensor) -> Tensor:
+        y = torch.mm(cast(Tensor, self.csr), x.T).T
+        return self._activated(y if self.bias is None else y + self.bias)
+
+    def _fits(self, x: Tensor) -> bool:
+        if not _plain(x) or x.numel() == 0 or self.weight.device.type != "cpu" or self.weight.dtype != torch.float32:
+            return False
+        if not self.axes:
+            return x.ndim > 0 and x.shape[-1] == self.weight.shape[1]
+        channels = self.weight.shape[1] * self.groups
+        if x.ndim not in (self.axes + 1, self.axes + 2) or x.shape[-self.axes - 1] != channels:
+            return False
+        top, bottom, left, right = self.padding
+        size = (1, *x.shape[-1:]) if self.axes == 1 else x.shape[-2:]
+        kernel = (1, *self.weight.shape[2:]) if self.axes == 1 else self.weight.shape[2:]
+        tall = size[0] + top + bottom - self.dilation[0] * (kernel[0] - 1)
+        wide = size[1] + left + right - self.dilation[1] * (kernel[1] - 1)
+        positions = (size[0] + top + bottom + self.stride[0]) * (size[1] + left + right + self.stride[1])
+        room = channels * positions * (self.images or 1) < _OFFSETS
+        return tall > 0 and wide > 0 and room
+
+    def _made_ready(self, shape: torch.Size) -> "_Ready":
+        geometry = Geometry(self.stride, self.padding, self.dilation, self.groups)
+        if self.axes:
+            batch = shape[0] if len(shape) == self.axes + 2 else 1
+            size = (1, shape[-1]) if self.axes == 1 else (shape[-2], shape[-1])
+            images = grouped(self.images or 1, batch)
+        else:
+            batch, size = shape[:-1].numel(), (1, 1)
+            images = linear_group(batch)
+        product = SparseProduct(self.weight, self.bias, geometry, size, batch, images, self.low, self.high)
+        if self.axes:
+            out_shape = (*shape[: -self.axes - 1], product.outputs, *product.out_size[-self.axes :])
+        else:
+            out_shape = (*shape[:-1], product.outputs)
+        return _Ready(product, out_shape, _version(self.weight))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own products: they hold addresses."""
+        return {**self.__dict__, "_ready": {}}
+
+    def extra_repr(self) -> str:
+        way = "dense" if self.images is None and self.csr is None else "CSR" if self.csr is not None else "sparse"
+        return f"{way}, {tuple(self.weight.shape)}, {100 * self.kept:.1f} % kept"
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A layer made ready for one shape of input, and for the weights as they were then."""
+
+    product: SparseProduct
+    out_shape: tuple[int, ...]
+    version: tuple[int, int]
+
+
+def _version(weight: Tensor | None) -> tuple[int, int]:
+    """Changes when the weights do."""
+    assert weight is not None
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _plain(x: Tensor) -> bool:
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is nn.Parameter)
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def geometry_of(layer: nn.Module) -> tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int], int]:
+    """Stride, padding (top, bottom, left, right), dilation and groups; a Linear or Conv1d layer has height 1."""
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d):
+        return (1, 1), (0, 0, 0, 0), (1, 1), 1
+    sides = list(layer._reversed_padding_repeated_twice)  # the last axis first
+    left, right, top, bottom = sides if len(sides) == 4 else (*sides, 0, 0)
+    stride, dilation = (1, *layer.stride)[-2:], (1, *layer.dilation)[-2:]
+    return (stride[0], stride[1]), (top, bottom, left, right), (dilation[0], dilation[1]), layer.groups
+
+
+@functools.cache
+def lanes() -> int:
+    library = inference.library()
+    return library.sparsevd_sparse_lanes(0) if library else 0
+
+
+def linear_group(batch: int) -> int:
+    """Images beside each other for a Linear layer: as many vectors as needed, in groups that a tile holds."""
+    if batch * 4 <= lanes():
+        return 1
+    vectors = -(-batch // lanes())
+    groups = -(-vectors // GROUP_LIMIT)
+    return -(-vectors // groups) * lanes()
+
+
+def grouped(images: int, batch: int) -> int:
+    """Images beside each other for a convolution: as asked, unless the batch would leave most lanes empty."""
+    while images > 1 and batch * 2 < images:
+        images = images // 2 if images // 2 >= lanes() else 1
+    return images
+
+
+def group_choices(layer: InferenceLayer, batch: int) -> list[int]:
+    """The groups worth timing for this batch."""
+    if not layer.axes:
+        return [linear_group(batch)]
+    return sorted({grouped(images, batch) for images in (1, lanes(), 2 * lanes())})

@@ -1,0 +1,330 @@
+"""accelerate: the same answers from every model, whichever way its layers take, and what stays as it was is named."""
+
+import copy
+import io
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sparsevd
+from sparsevd import models
+from sparsevd.kernels import inference
+from sparsevd.runtime import accelerate as module
+from sparsevd.runtime import timing
+from sparsevd.runtime.folding import followers
+from sparsevd.runtime.layers import InferenceLayer
+
+built = pytest.mark.skipif(inference.library() is None, reason="the kernels are not built here")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    """Choices do not depend on how fast this machine is right now: the sparse way always measures faster."""
+    sparse_first(monkeypatch)
+
+
+def sparse_first(monkeypatch, factor=0.5):
+    def measured(calls, **_):
+        for call in calls:
+            call()
+        return [timing.Timing(seconds, seconds, seconds) for seconds in [1.0] + [factor] * (len(calls) - 1)]
+
+    monkeypatch.setattr(module, "timings", measured)
+
+
+def pruned(model, zeros=0.9):
+    """In eval mode, with zeros, biases and batch norms that do something."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
+            layer.weight.data *= (torch.rand(layer.weight.shape) >= zeros) / (1 - zeros) ** 0.5
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            layer.running_mean.normal_(0, 0.3)
+            layer.running_var.uniform_(0.5, 2)
+            if layer.affine:
+                layer.weight.data.uniform_(-1, 2)
+                layer.bias.data.normal_()
+    return model.eval()
+
+
+def same(fast, model, *inputs):
+    with torch.no_grad():
+        expected = model(*inputs)
+        torch.testing.assert_close(fast(*inputs), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@built
+@pytest.mark.parametrize("name", ["lenet-300-100", "lenet-5-caffe", "vgg-like-0.25"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_networks_of_the_paper(name, batch):
+    model = pruned(models.MODELS[name](10))
+    shape = (3, 32, 32) if name.startswith("vgg") else (1, 28, 28)
+    fast = sparsevd.accelerate(model, torch.randn(batch, *shape))
+    assert {choice.choice for choice in fast.choices} == {"sparse"}
+    for other in (batch, 1, 3, 40):
+        same(fast, model, torch.randn(other, *shape))
+
+
+@built
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(30, 20), (7, 30)),
+        (nn.Linear(30, 20, bias=False), (30,)),
+        (nn.Linear(30, 20), (2, 3, 4, 30)),
+        (nn.Conv1d(6, 9, 3, padding=1, stride=2), (5, 6, 17)),
+        (nn.Conv1d(6, 9, 4, padding="same"), (6, 17)),
+        (nn.Conv2d(6, 9, (4, 3), padding="same", dilation=(1, 2)), (5, 6, 11, 13)),
+        (nn.Conv2d(6, 9, 3, padding="valid", groups=3), (6, 11, 13)),
+        (nn.Conv2d(6, 8, 2, stride=(2, 1), padding=(1, 0)), (3, 6, 7, 7)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_layers_by_themselves(layer, shape):
+    model = pruned(layer, 0.7)
+    fast = sparsevd.accelerate(model, torch.randn(shape))
+    assert isinstance(fast.model, InferenceLayer)
+    same(fast, model, torch.randn(shape))
+    same(lambda x: fast.model.dense(x), model, torch.randn(shape))
+
+
+@built
+@pytest.mark.parametrize("zeros", [0.0, 1.0])
+def test_fully_dense_and_fully_pruned(zeros):
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 36, 4)).eval()
+    for layer in (model[0], model[3]):
+        layer.weight.data *= torch.rand(layer.weight.shape) >= zeros
+    fast = sparsevd.accelerate(model, torch.randn(2, 3, 8, 8))
+    same(fast, model, torch.randn(2, 3, 8, 8))
+    assert fast.choices[0].kept == 1 - zeros
+
+
+@built
+def test_slower_stays_dense(monkeypatch):
+    sparse_first(monkeypatch, factor=1.5)
+    model = pruned(nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)))
+    fast = sparsevd.accelerate(model, torch.randn(2, 5))
+    assert [choice.choice for choice in fast.choices] == ["dense", "dense"]
+    assert not any(isinstance(layer, InferenceLayer) for layer in fast.modules())
+    same(fast, model, torch.randn(2, 5))
+
+
+@built
+def test_faster_layers_in_a_slower_whole_are_given_back(monkeypatch):
+    turns = iter([0.5, 2.0])
+
+    def measured(calls, **_):
+        return [timing.Timing(s, s, s) for s in (1.0, next(turns))]
+
+    monkeypatch.setattr(module, "timings", measured)
+    fast = sparsevd.accelerate(pruned(nn.Sequential(nn.Linear(5, 4))), torch.randn(1, 5))
+    assert not any(isinstance(layer, InferenceLayer) for layer in fast.modules())
+    assert "as it was" in fast.left_alone["(model)"]
+
+
+class Residual(nn.Module):
+    """A batch norm whose input is read twice must stay; the other one goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.second, self.norm2, self.act = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU6()
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.act(self.norm2(self.second(self.norm1(y) + y)))
+
+
+class Branching(nn.Module):
+    """What torch.fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.norm(self.layer(x)) if x.sum() > 0 else self.layer(x)
+
+
+@built
+def test_batch_norm_is_folded_only_where_that_is_exact():
+    model = pruned(Residual(), 0.3)
+    fast = sparsevd.accelerate(model, torch.randn(2, 3, 6, 6))
+    assert [choice.folded for choice in fast.choices] == [(), ("norm2", "act")]
+    same(fast, model, 10 * torch.randn(4, 3, 6, 6))
+
+    model = pruned(Branching(), 0.3)
+    fast = sparsevd.accelerate(model, torch.ones(2, 6))
+    assert "cannot trace" in fast.left_alone["batch norm"]
+    same(fast, model, torch.ones(2, 6))
+    same(fast, model, -torch.ones(2, 6))
+
+
+def test_what_follows_a_layer():
+    conv, norm, relu = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU()
+    assert followers(nn.Sequential(conv, norm, relu).eval())[0]["0"].norm == "1"
+    assert not followers(nn.Sequential(conv, norm, relu).train())[0]["0"].norm  # batch statistics
+    assert not followers(nn.Sequential(conv, norm, conv, norm).eval())[0]  # each is called twice
+    stateless = nn.BatchNorm2d(2, track_running_stats=False)
+    assert not followers(nn.Sequential(conv, stateless).eval())[0]["0"].norm
+    assert followers(nn.Sequential(conv, relu, norm).eval())[0]["0"].activation == "1"
+    assert not followers(nn.Sequential(conv, relu, norm).eval())[0]["0"].norm
+
+
+@built
+def test_folded_batch_norm_refuses_axes_it_would_treat_otherwise():
+    model = pruned(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 0.2)
+    fast = sparsevd.accelerate(model, torch.randn(3, 4))
+    with pytest.raises(sparsevd.SparseVDError, match="batch norm folded"):
+        fast(torch.randn(2, 4, 4))
+    fast = sparsevd.accelerate(model, torch.randn(2, 4, 4))
+    assert fast.choices[0].folded == ()
+    same(fast, model, torch.randn(2, 4, 4))
+
+
+@built
+def test_attention_is_left_alone_and_its_fast_path_left():
+    model = pruned(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2), 0.8)
+    x = torch.randn(3, 5, 16)
+    fast = sparsevd.accelerate(model, x)
+    assert [choice.name for choice in fast.choices] == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
+    assert "projections" in fast.left_alone["layers.0.self_attn"]
+    assert "fused path" in fast.left_alone["layers.1"]
+    same(fast, model, x)
+    called = []
+    fast.model.layers[0].linear1.register_forward_hook(lambda *_: called.append(1))
+    fast(x)
+    assert called
+    assert model.layers[0].activation_relu_or_gelu  # the given model keeps its own
+
+
+@built
+def test_named_and_several_arguments():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(4, 2)
+
+        def forward(self, x, y):
+            return self.a(x) + self.b(y)
+
+    model, x, y = pruned(Two(), 0.5), torch.randn(2, 3), torch.randn(2, 4)
+    same(sparsevd.accelerate(model, (x, y)), model, x, y)
+    same(sparsevd.accelerate(model, {"y": y, "x": x}), model, x, y)
+
+
+@built
+def test_shared_layers_stay_shared():
+    layer = nn.Linear(4, 4)
+    model = pruned(nn.Sequential(layer, nn.ReLU(), layer), 0.5)
+    fast = sparsevd.accelerate(model, torch.randn(2, 4))
+    assert fast.model[0] is fast.model[2]
+    same(fast, model, torch.randn(2, 4))
+
+
+@built
+def test_what_the_kernels_cannot_do_is_done_densely():
+    model = pruned(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), 0.3)
+    fast = sparsevd.accelerate(model, torch.randn(1, 2, 5, 5))
+    x = torch.randn(2, 2, 5, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fast(x).sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(model(x).sum(), x)[0])
+    assert fast(torch.empty(0, 2, 5, 5)).shape == (0, 3, 3, 3)
+    same(fast, model, torch.randn(2, 5, 2, 5).transpose(1, 2))  # not contiguous
+    same(fast, model, torch.randn(2, 2, 5, 5).to(memory_format=torch.channels_last))
+    with pytest.raises(RuntimeError):  # torch's own message
+        fast(torch.randn(1, 4, 5, 5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(torch.randn(1, 2, 5, 5)).dtype == torch.bfloat16
+    double = copy.deepcopy(fast).double()
+    same(double, copy.deepcopy(model).double(), torch.randn(1, 2, 5, 5, dtype=torch.float64))
+
+
+@built
+def test_copies_and_new_weights():
+    model = pruned(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), 0.5)
+    fast = sparsevd.accelerate(model, torch.randn(1, 6))
+    x = torch.randn(3, 6)
+    same(copy.deepcopy(fast), model, x)
+    same(pickle.loads(pickle.dumps(fast)), model, x)
+    stored = io.BytesIO()
+    torch.save(fast.state_dict(), stored)
+    state = {key: 2 * value for key, value in fast.state_dict().items()}
+    fast.load_state_dict(state)
+    twice = copy.deepcopy(model)
+    for parameter in twice.parameters():
+        parameter.data *= 2
+    same(fast, twice, x)
+
+
+@built
+def test_it_prints_and_keeps_the_models_interface():
+    model = pruned(models.lenet_300_100())
+    model.classes = 10
+    fast = sparsevd.accelerate(model, torch.randn(1, 1, 28, 28))
+    text = str(fast)
+    assert "fc1" in text
+    assert "sparse" in text
+    assert "whole network" in text
+    assert fast.classes == 10
+    assert not fast.training
+    assert fast.eval() is fast
+    with pytest.raises(sparsevd.SparseVDError, match="inference"):
+        fast.train()
+    with pytest.raises(AttributeError):
+        _ = fast.nothing_of_the_kind
+
+
+def test_mistakes_are_named():
+    with pytest.raises(sparsevd.SparseVDError, match="prune"):
+        sparsevd.accelerate(sparsevd.sparsify(nn.Linear(3, 2)), torch.randn(1, 3))
+    with pytest.raises(sparsevd.SparseVDError, match="nothing to accelerate"):
+        sparsevd.accelerate(nn.ReLU(), torch.randn(1, 3))
+    with pytest.raises(sparsevd.SparseVDError, match="does not run on the example"):
+        sparsevd.accelerate(nn.Linear(3, 2), torch.randn(1, 4))
+    fast = sparsevd.accelerate(
+        nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(32, 2)),
+        torch.randn(1, 2, 4, 4),
+    )
+    assert "reflect" in fast.left_alone["0"]
+
+
+def test_without_kernels_linear_layers_take_csr():
+    """In a process that never saw the library."""
+    code = """
+import torch, sparsevd
+from torch import nn
+from sparsevd import kernels
+from sparsevd.kernels import inference
+from sparsevd.runtime import accelerate as module
+kernels.library.cache_clear(); kernels.library = lambda: None
+assert inference.library() is None
+from sparsevd.runtime.timing import Timing
+def measured(calls):
+    for call in calls: call()
+    return [Timing(s, s, s) for s in [1.0, .5][:len(calls)]]
+module.timings = measured
+model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 36, 9)).eval()
+model[3].weight.data *= torch.rand_like(model[3].weight) > 0.9
+fast = sparsevd.accelerate(model, torch.randn(4, 1, 8, 8))
+print([c.choice for c in fast.choices])
+x = torch.randn(3, 1, 8, 8)
+torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+"""
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "['dense', 'CSR']", result.stderr
+
+
+@built
+@pytest.mark.filterwarnings("ignore::sparsevd.SparseVDWarning")
+def test_documentation_runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "docs" / "inference.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "inference.md", "exec"), {})
+    assert (tmp_path / "lenet.h").exists()
