@@ -44,10 +44,10 @@ def train(
         float, typer.Option(help="Rate of log σ², relative to the learning rate.")
     ] = _FIT.log_sigma2_lr_ratio,
     drop_from: Annotated[
-        float, typer.Option(help="Part of the run from which pruned weights are zero for good.")
+        float, typer.Option(help="Part of the run from which pruned weights are zero for good; 1: never.")
     ] = _FIT.drop_from,
     drop_patience: Annotated[
-        int, typer.Option(help="... after so many epochs in a row above the threshold.")
+        int, typer.Option(help="Epochs in a row after which inputs and units without weights are dropped.")
     ] = _FIT.drop_patience,
     contract: Annotated[
         bool, typer.Option(help="Leave inputs and units without any weight out of the computation.")

@@ -56,10 +56,9 @@ class FitConfig:
     log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
-    drop_from: float = (
-        0.7  # from this part on, weights are dropped for good; whole inputs and units once β = 1; 1: none
-    )
-    drop_patience: int = 3  # ... where they were above the threshold after so many epochs in a row with β = 1
+    # What is above the threshold is dropped for good: once β = 1, inputs and units without any weight below it ...
+    drop_patience: int = 3  # ... for so many epochs in a row, and single weights ...
+    drop_from: float = 0.7  # ... from this part of the run on, at once. 1: nothing is dropped
     contract: bool = True  # compute without inputs and units that have no weight left
     channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
     variance_dtype: str | None = None  # "float32" or "bfloat16" for the variance product; None: as the layers have it
@@ -221,7 +220,8 @@ def _fit(
             if layers and config.drop_from < 1 and config.warm_up_end <= part < 1:
                 bound = partial(_bound_on, model, first, loss, n, config.seed)
                 before = bound()
-                count = drop(layers, optimizer, config.drop_patience, whole_only=part < config.drop_from)
+                whole_only = part < config.drop_from
+                count = drop(layers, optimizer, config.drop_patience if whole_only else 1, whole_only)
                 metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
             metrics = replace(metrics, seconds=time.monotonic() - begun)
             state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
