@@ -29,8 +29,9 @@ check: setup
 	$(RUN)ruff format --check .
 	$(RUN)mypy
 
+# A test file per process at a time, each with one thread: twice as fast on two cores.
 test: check
-	$(RUN)pytest
+	OMP_NUM_THREADS=1 $(RUN)pytest --numprocesses auto --dist loadfile
 
 clean:
 	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

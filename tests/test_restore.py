@@ -14,7 +14,7 @@ import sparsevd
 from sparsevd import models
 from sparsevd.checkpoint import Checkpoint
 from sparsevd.cli import app
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, CheckpointError
 from sparsevd.restore import restore
 
 USER_CODE = """
@@ -104,3 +104,15 @@ def test_mistakes(folder):
     ]:
         result = runner.invoke(app, ["export", str(run), "-o", "x.onnx", *arguments])
         assert message in str(result.exception)
+
+
+def test_a_model_file_needs_nothing_else(tmp_path):
+    """`info`, `export` and `bench` take a .spvd that carries its graph."""
+    pruned = sparsevd.prune(sparsevd.sparsify(models.lenet_300_100()))
+    x = torch.randn(3, 1, 28, 28)
+    sparsevd.save(pruned, tmp_path / "net.spvd", example=x)
+    restored = restore(tmp_path / "net.spvd")
+    assert restored.example.shape == (1, 1, 28, 28)
+    torch.testing.assert_close(restored.network(x), pruned.eval()(x))
+    with pytest.raises(CheckpointError, match="threshold"):
+        restore(tmp_path / "net.spvd", threshold=2.0)

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sparsevd import pack
 from sparsevd.checkpoint import Checkpoint, read_tensors
 from sparsevd.checkpoint_info import pruned_tensors
 from sparsevd.errors import ArgumentError, CheckpointError
+from sparsevd.graph import DTYPES, to_module
 from sparsevd.run import SUMMARY, build_model
 from sparsevd.run_folder import CHECKPOINT
 
@@ -36,7 +38,7 @@ def restore(
     input_shape: tuple[int, ...] | None = None,
     threshold: float | None = None,
 ) -> Restored:
-    """The pruned network of a run's folder, a checkpoint, or a safetensors file with the keys of the plain network.
+    """The pruned network of a run's folder, a checkpoint, a safetensors file with plain keys, or a model file (.spvd).
 
     Args:
         path: what to read.
@@ -44,6 +46,8 @@ def restore(
         input_shape: of one example, without the batch; by default that of the data that the run names.
         threshold: for checkpoints of Sparse VD, drop weights of log α above it.
     """
+    if path.suffix == pack.SUFFIX and model is None:
+        return _from_model_file(path, threshold)
     file = path / CHECKPOINT if path.is_dir() else path
     tensors, metadata = read_tensors(file)
     if "sparsevd" in metadata:
@@ -65,6 +69,17 @@ def restore(
         raise ArgumentError(f"{file} does not fit the network {model}: {', '.join([*wrong, *extra][:5])}")
     network.load_state_dict(tensors)
     return Restored(network, torch.zeros(1, *shape))
+
+
+def _from_model_file(path: Path, threshold: float | None) -> Restored:
+    if threshold is not None:
+        raise CheckpointError(f"{path} holds a pruned network: it has no log α for a threshold to act on")
+    graph = pack.unpack_graph(pack.read(path), path)
+    if len(graph.inputs) != 1:
+        raise ArgumentError(f"{path} takes {len(graph.inputs)} inputs; only networks of one are supported here")
+    (node,) = graph.inputs
+    shape = [max(1, size) for size in node.shape]  # −1 is the batch
+    return Restored(to_module(graph), torch.zeros(shape, dtype=DTYPES[str(node.attributes["dtype"])]))
 
 
 def _told(folder: Path) -> tuple[str | None, str | None]:

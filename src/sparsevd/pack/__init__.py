@@ -24,7 +24,19 @@ from sparsevd.pack.relevance import relevant
 
 SUFFIX = ".spvd"
 
-__all__ = ["SUFFIX", "Posterior", "Precision", "load", "pack", "read", "rebuild", "save", "tensors_of", "unpack"]
+__all__ = [
+    "SUFFIX",
+    "Posterior",
+    "Precision",
+    "load",
+    "pack",
+    "read",
+    "rebuild",
+    "save",
+    "tensors_of",
+    "unpack",
+    "unpack_graph",
+]
 
 Example = Tensor | tuple[Tensor, ...]
 
@@ -114,11 +126,16 @@ def unpack(data: bytes, name: str | Path = "the file", expected: dict[str, Tenso
 
 def rebuild(data: bytes, name: str | Path = "the file") -> nn.Module:
     """The network in the bytes of a file that carries its graph: plain torch, in eval mode."""
+    return to_module(unpack_graph(data, name))
+
+
+def unpack_graph(data: bytes, name: str | Path = "the file") -> Graph:
+    """The graph in the bytes of a file that carries it."""
     try:
         packed = decode(data)
         if not packed.graph:
             raise FormatError("it was saved without an example and holds no graph; give load(path, into=model)")
-        return to_module(graph_of(packed.graph, tensors_of(packed.entries)))
+        return graph_of(packed.graph, tensors_of(packed.entries))
     except FormatError as error:
         raise FormatError(f"{name} cannot be loaded: {error}") from error
 
