@@ -99,7 +99,7 @@ def test_mistakes(folder):
         restore(run, model="lenet-5-caffe")
     runner = CliRunner()
     for arguments, message in [
-        (["--to", "tflite"], "--to tflite: there is onnx"),
+        (["--to", "tflite"], "--to tflite: there are onnx and c"),
         (["--input-shape", "1,28"], "must look like 1x28x28"),
     ]:
         result = runner.invoke(app, ["export", str(run), "-o", "x.onnx", *arguments])
