@@ -61,7 +61,7 @@ def user_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def finished_run(folder: Path, model: str = "mine:network", data: str = "mine:data") -> Path:
+def finished_run(folder: Path, model: str = "mine:network") -> Path:
     """The folder of a run whose network has learned everything: what it says is what is right."""
     import mine
 
@@ -76,8 +76,12 @@ def finished_run(folder: Path, model: str = "mine:network", data: str = "mine:da
     }
     Checkpoint(dict(sparse.state_dict()), layers=layers).save(folder / "checkpoint.safetensors")
     write_tensors(folder / "pruned.safetensors", dict(sparsevd.prune(sparse).state_dict()))
-    (folder / "summary.json").write_text(json.dumps({"model": model, "data": data, "config": {"seed": 5}}))
+    (folder / "summary.json").write_text(json.dumps({"model": model, "data": "mine:data", "config": {"seed": 5}}))
     return folder
+
+
+def of_mine(*paths: Path, **options: object) -> CompressConfig:
+    return CompressConfig(*paths, **{"model": "mine:network", "data": "mine:data", **options})
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ graphs: dict[type, graph.Graph] = {}
 
 def test_compress_a_run(trained, tmp_path):
     target = tmp_path / "small.spvd"
-    result = compress.compress(CompressConfig(trained, target, max_error_increase=3.0))
+    result = compress.compress(of_mine(trained, target, max_error_increase=3.0))
     import mine
 
     _, test = mine.data()
@@ -128,7 +132,7 @@ def test_compress_a_run(trained, tmp_path):
 
 def test_more_error_allows_a_smaller_file(trained, tmp_path):
     sizes = [
-        compress.compress(CompressConfig(trained, tmp_path / "a.spvd", max_error_increase=increase, val_size=500)).size
+        compress.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=increase, val_size=500)).size
         for increase in (1.0, 5.0, 100.0)
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -136,19 +140,19 @@ def test_more_error_allows_a_smaller_file(trained, tmp_path):
 
 
 def test_the_test_set_has_no_part_in_the_search(trained, tmp_path, monkeypatch):
-    first = compress.compress(CompressConfig(trained, tmp_path / "a.spvd", max_error_increase=3.0))
+    first = compress.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=3.0))
     import mine
 
     train, (x, y) = mine.data()
     monkeypatch.setattr(mine, "data", lambda: (train, (x, 1 - y)))
-    second = compress.compress(CompressConfig(trained, tmp_path / "b.spvd", max_error_increase=3.0))
+    second = compress.compress(of_mine(trained, tmp_path / "b.spvd", max_error_increase=3.0))
     assert (tmp_path / "a.spvd").read_bytes() == (tmp_path / "b.spvd").read_bytes()
     assert second.test.error == pytest.approx(100 - first.test.error)
 
 
 @pytest.mark.parametrize("precision", ["lossless", "6"])
 def test_other_precisions(trained, tmp_path, precision):
-    result = compress.compress(CompressConfig(trained, tmp_path / "a.spvd", precision=precision, val_size=500))
+    result = compress.compress(of_mine(trained, tmp_path / "a.spvd", precision=precision, val_size=500))
     assert result.steps is None
     assert result.test.error == pytest.approx(result.test_before.error, abs=2)
     if precision == "lossless":
@@ -156,16 +160,16 @@ def test_other_precisions(trained, tmp_path, precision):
 
 
 def test_compress_the_pruned_network_of_a_run(trained, tmp_path):
-    config = CompressConfig(trained / "pruned.safetensors", tmp_path / "a.spvd", precision="lossless")
+    config = of_mine(trained / "pruned.safetensors", tmp_path / "a.spvd", precision="lossless")
     assert compress.compress(config).size > 0
     with pytest.raises(ArgumentError, match="no Sparse VD layer"):
-        compress.compress(CompressConfig(trained / "pruned.safetensors", tmp_path / "a.spvd", val_size=500))
+        compress.compress(of_mine(trained / "pruned.safetensors", tmp_path / "a.spvd", val_size=500))
 
 
 def test_a_network_without_a_graph(tmp_path):
     finished_run(tmp_path / "run", model="mine:Strange")
     result = compress.compress(
-        CompressConfig(tmp_path / "run", tmp_path / "a.spvd", max_error_increase=100, val_size=500)
+        of_mine(tmp_path / "run", tmp_path / "a.spvd", max_error_increase=100, model="mine:Strange")
     )
     assert not result.graph
     assert result.test is not None
@@ -174,12 +178,20 @@ def test_a_network_without_a_graph(tmp_path):
 
 
 def test_data_without_a_test_set(tmp_path):
-    finished_run(tmp_path / "run", data="mine:no_test")
+    finished_run(tmp_path / "run")
     result = compress.compress(
-        CompressConfig(tmp_path / "run", tmp_path / "a.spvd", max_error_increase=100, val_size=500)
+        of_mine(tmp_path / "run", tmp_path / "a.spvd", max_error_increase=100, data="mine:no_test")
     )
     assert result.test is None
     assert "test" not in str(result)
+
+
+def test_code_is_not_run_because_a_file_names_it(trained, tmp_path):
+    with pytest.raises(ArgumentError, match="give --model and --data"):
+        compress.compress(CompressConfig(trained, tmp_path / "a.spvd"))
+    told = {"model": "lenet-300-100", "data": "mnist", "config": {"seed": 3}}
+    (trained / "summary.json").write_text(json.dumps(told))
+    assert compress.origin(CompressConfig(trained, trained), trained / "x") == ("lenet-300-100", "mnist", 3)
 
 
 def test_what_is_missing_is_said(tmp_path):
@@ -200,7 +212,7 @@ def test_what_is_missing_is_said(tmp_path):
 def test_a_limit_that_nothing_meets(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(compress, "STEPS", (500.0,))
     with pytest.raises(ArgumentError, match="already steps of 500"):
-        compress.compress(CompressConfig(trained, tmp_path / "a.spvd", max_error_increase=0.0, val_size=500))
+        compress.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=0.0, val_size=500))
 
 
 def test_info_reads_model_files(tmp_path):

@@ -216,8 +216,12 @@ def compress(
     max_error_increase: Annotated[
         float, typer.Option(help="What rounding may cost, in points of %, on examples of the training set.")
     ] = 0.1,
-    model: Annotated[str | None, typer.Option(help="The network, if the run does not say. As for train.")] = None,
-    data: Annotated[str | None, typer.Option(help="The data, if the run does not say. As for train.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The network, as for train; by default the run's, unless that is code.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="The data, as for train; by default the run's, unless that is code.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
     val_size: Annotated[int, typer.Option(help="Training examples to choose the rounding on.")] = 10_000,
 ) -> None:

@@ -153,7 +153,10 @@ def _precision(text: str) -> pack.Precision:
 
 
 def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
-    """Model, data and seed of the run: as given, or as its summary says."""
+    """Model, data and seed of the run: as given, or as its summary says.
+
+    Names of the user's own code are not taken from a file: what they name would be run.
+    """
     told: dict[str, object] = {}
     summary = path.parent / SUMMARY
     if summary.is_file():
@@ -164,8 +167,11 @@ def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
             raise CheckpointError(f"{summary} is damaged ({error}); give --model and --data") from error
     else:
         seed = 0
-    model, data = config.model or told.get("model"), config.data or told.get("data")
-    if not isinstance(model, str) or not isinstance(data, str):
+    model, data = (
+        given or (name if isinstance(name, str) and ":" not in name else None)
+        for given, name in ((config.model, told.get("model")), (config.data, told.get("data")))
+    )
+    if model is None or data is None:
         raise ArgumentError(f"{path} does not say which network and data it is of; give --model and --data")
     return model, data, seed
 
