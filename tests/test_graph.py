@@ -1,5 +1,6 @@
 """The graph of a network: it computes what the network computes, survives plain data, and refuses what it must."""
 
+import dataclasses
 import json
 import random
 
@@ -272,3 +273,15 @@ def test_what_passes_the_check_can_be_computed(captured, name):
             continue
         other(*inputs)
     assert refused > 20
+
+
+def test_names_that_would_be_code_are_refused():
+    """torch.fx makes Python code from names; a graph may come from a file."""
+    graph = capture(nn.Sequential(nn.Linear(3, 2)), torch.zeros(1, 3))
+    constants = {name.replace("weight", "w';x='"): tensor for name, tensor in graph.constants.items()}
+    nodes = tuple(
+        dataclasses.replace(node, inputs=tuple(name.replace("weight", "w';x='") for name in node.inputs))
+        for node in graph.nodes
+    )
+    with pytest.raises(GraphError, match="cannot be that of a module"):
+        to_module(Graph(nodes, constants, graph.outputs))

@@ -4,13 +4,17 @@ Layers whose tensors are constants become `nn.Linear`, `nn.Conv2d` and so on und
 `sparsevd.summary`, `torch.compile` and further training work as on any network; all else is a call of a torch function.
 """
 
+import re
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from sparsevd.errors import GraphError
 from sparsevd.graph.structure import Graph, Node, evaluate
+
+_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)  # torch.fx writes names into the code that it makes
 
 # What identifies a layer: two nodes with the same are one module called twice.
 _Layer = tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]
@@ -18,6 +22,9 @@ _Layer = tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 def to_module(graph: Graph) -> nn.Module:
     """A torch module that computes the graph, in eval mode. It has its own copies of the tensors."""
+    for name in (*(node.name for node in graph.nodes), *graph.constants):
+        if not _NAME.fullmatch(name):
+            raise GraphError(f"the name {name!r} cannot be that of a module: letters, digits, _ and dots between them")
     root = nn.Module()
     traced = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(traced)
