@@ -1,5 +1,6 @@
 """A whole network as one call and as one C file: the answers of the graph, for every operation a plan knows."""
 
+import copy
 import shutil
 import subprocess
 import threading
@@ -87,6 +88,18 @@ def test_same_answers(name):
                 same(run(x[:batch]), expected[:batch])
     finally:
         torch.set_num_threads(before)
+
+
+@built
+def test_batch_norm_of_a_filter_that_hardly_varies():
+    """Its scale is large, and its mean nearly cancels its bias: rounding either by itself would show."""
+    model = pruned(nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)), 0.0)
+    model[0].bias.data.fill_(0.7)
+    model[1].running_mean.fill_(0.7)
+    model[1].running_var.zero_()
+    x = 1e-4 * torch.randn(5, 4)
+    expected = copy.deepcopy(model).double()(x.double()).detach()
+    torch.testing.assert_close(Plan(capture(model, x))(x).double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @built

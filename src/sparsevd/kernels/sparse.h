@@ -148,20 +148,22 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
 /* A single output per filter: there is nothing to spread over lanes. Sums of neighbouring filters overlap. */
 TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, float *out) {
   const struct sparse_layer *layer = t.layer;
+  const int32_t *order = layer->order, *starts = layer->starts; /* read once: the compiler cannot know that out is apart */
+  const float *bias = layer->bias, low = layer->low, high = layer->high;
+  const ptrdiff_t step = layer->out_plane;
+  const struct nonzero *k = layer->nonzeros + starts[t.first];
   for (int32_t i = t.first; i < t.last; i++) {
-    const struct nonzero *k = layer->nonzeros + layer->starts[i], *end = layer->nonzeros + layer->starts[i + 1];
-    const int32_t filter = layer->order[i];
-    float a = layer->bias[filter], b = 0, c = 0, d = 0;
-    for (; k + 4 <= end; k += 4) {
+    const struct nonzero *end = layer->nonzeros + starts[i + 1];
+    const int32_t filter = order[i];
+    float a = bias[filter], b = 0;
+    for (; k + 2 <= end; k += 2) {
       a += k[0].weight * in[k[0].offset];
       b += k[1].weight * in[k[1].offset];
-      c += k[2].weight * in[k[2].offset];
-      d += k[3].weight * in[k[3].offset];
     }
-    for (; k < end; k++) a += k->weight * in[k->offset];
-    a = (a + b) + (c + d);
-    a = a < layer->low ? layer->low : a;
-    out[(ptrdiff_t)layer->out_plane * filter] = a > layer->high ? layer->high : a;
+    if (k < end) a += k->weight * in[k->offset], k++;
+    a += b;
+    a = a < low ? low : a;
+    out[step * filter] = a > high ? high : a;
   }
 }
 

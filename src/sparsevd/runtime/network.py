@@ -174,7 +174,7 @@ class _Builder:
 
     def _batch_norm(self, node: Node) -> None:
         source = self._channels_first(node)
-        scale, shift = self._affine(node)
+        scale, shift = (tensor.float() for tensor in self._affine(node))
         self._finish(node, Step("AFFINE", (source,), self._new(node), None, scale, shift, name=node.name))
 
     def _relu(self, node: Node) -> None:
@@ -258,7 +258,7 @@ class _Builder:
             self._refused(node)
         mean, variance, weight, bias = (self.graph.constants[name].double() for name in node.inputs[1:])
         scale = weight * torch.rsqrt(variance + cast(float, node.attributes["eps"]))
-        return scale.float(), (bias - mean * scale).float()
+        return scale, bias - mean * scale
 
     def _window(self, node: Node) -> Window:
         a = node.attributes
@@ -271,8 +271,9 @@ class _Builder:
         if step.kind == "PRODUCT" and reader and reader.op == "batch_norm" and len(reader.shape) == len(node.shape):
             scale, shift = self._affine(reader)
             weight, bias = cast(Tensor, step.weight), step.shift
-            step.weight = (weight.double() * scale.double().view(-1, 1, 1, 1)).float()
-            step.shift = shift if bias is None else (bias.double() * scale + shift).float()
+            step.weight = (weight.double() * scale.view(-1, 1, 1, 1)).float()
+            # Summed before it is rounded: where a filter varies little, its scale is large and the two nearly cancel.
+            step.shift = (shift if bias is None else bias.double() * scale + shift).float()
             node = self._folded(node, reader)
             reader = self._only_reader(node.name)
         if reader and reader.op in ("relu", "clamp"):
