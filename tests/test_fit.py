@@ -1,5 +1,6 @@
 """The training loop: what it learns, the forms of data it takes, and that a broken run goes on to the same result."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import sparsevd
-from sparsevd.batches import batches
+from sparsevd.batches import CropsAndFlips, batches
 from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
 from sparsevd.evaluate import wrong
@@ -156,6 +157,7 @@ def test_wrong_data_is_refused(data, message):
         ("log_sigma2_lr_ratio", -1.0),
         ("adam_beta2", 1.0),
         ("decay", "never"),
+        ("weight_decay", -0.5),
         ("drop_from", 1.5),
         ("warm_up_end", 2.0),
         ("seed", -1),
@@ -318,6 +320,46 @@ def test_a_last_batch_of_one_joins_the_one_before():
     assert [len(a) for a, _ in batches((x, y), 50, shuffle=True)] == [50, 51]
     assert [len(a) for a, _ in batches((x[:1], y[:1]), 50, shuffle=False)] == [1]
     sparsevd.fit(network(norm=True), (x, y), None, FEW, progress=False)
+
+
+def test_crops_and_flips_are_windows_of_the_padded_image():
+    images = torch.randn(40, 2, 6, 5)
+    numbers = torch.arange(40)  # as targets: which image it was
+    padded = F.pad(images, [4] * 4)
+    seen = set()
+    for x, y in batches(CropsAndFlips(images, numbers), 16, shuffle=True):
+        for image, number in zip(x, y, strict=True):
+            found = [
+                (top, left, mirrored)
+                for top, left, mirrored in itertools.product(range(9), range(9), (False, True))
+                if torch.equal(image.flip(-1) if mirrored else image, padded[number, :, top : top + 6, left : left + 5])
+            ]
+            assert found
+            seen.add(found[0])
+    assert len(seen) > 20
+    assert {mirrored for _, _, mirrored in seen} == {False, True}
+    # What is measured is the image itself.
+    assert torch.equal(next(batches(CropsAndFlips(images, numbers), 40, shuffle=False))[0], images)
+
+
+def test_fit_trains_on_crops_and_flips():
+    data = CropsAndFlips(torch.randn(60, 1, 4, 4), torch.randint(0, 2, (60,)))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    plain, augmented = copy.deepcopy(model), copy.deepcopy(model)
+    sparsevd.fit_dense(plain, tuple(data), None, FEW, progress=False)
+    sparsevd.fit_dense(augmented, data, None, FEW, progress=False)
+    assert not torch.equal(plain[1].weight, augmented[1].weight)
+
+
+def test_weight_decay_is_for_dense_training():
+    config = dataclasses.replace(FEW, weight_decay=1.0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2))
+    without = copy.deepcopy(model)
+    sparsevd.fit_dense(model, problem(), None, config, progress=False)
+    sparsevd.fit_dense(without, problem(), None, FEW, progress=False)
+    assert model[0].weight.norm() < without[0].weight.norm()
+    with pytest.raises(ArgumentError, match=r"weight_decay=1.0 is for fit_dense"):
+        sparsevd.fit(network(), problem(), None, config)
 
 
 def test_loaders_that_cannot_be_counted_or_give_nothing():

@@ -5,9 +5,10 @@ arithmetic of a small net.
 """
 
 from collections.abc import Iterator, Sized
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -15,6 +16,14 @@ from sparsevd.errors import ArgumentError
 
 Data = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
 Batch = tuple[Tensor, Tensor]
+CROP_PADDING = 4
+
+
+class CropsAndFlips(NamedTuple):
+    """Images (N, channels, height, width) and targets, of which training sees random crops and mirror images."""
+
+    x: Tensor
+    y: Tensor
 
 
 def checked(data: object, name: str) -> Data:
@@ -27,7 +36,7 @@ def checked(data: object, name: str) -> Data:
         x, y = data
         if len(x) != len(y) or len(x) == 0:
             raise ArgumentError(f"{name} has {len(x)} inputs and {len(y)} targets; there must be as many, and some")
-        return x, y
+        return data if isinstance(data, CropsAndFlips) else (x, y)
     if isinstance(data, Dataset | DataLoader):
         return data
     raise ArgumentError(f"{name} is a {type(data).__name__}; give a pair of tensors (x, y), a Dataset or a DataLoader")
@@ -65,7 +74,8 @@ def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
                 yield x[start:end], y[start:end]
             else:
                 chosen = order[start:end].to(x.device)
-                yield x[chosen], y[chosen]
+                images = _cropped_and_flipped(x[chosen]) if isinstance(data, CropsAndFlips) else x[chosen]
+                yield images, y[chosen]
             start = end
         return
     if isinstance(data, IterableDataset):
@@ -75,3 +85,16 @@ def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ArgumentError(f"a batch must be a pair (x, y); the data gave a {type(batch).__name__}")
         yield batch[0], batch[1]
+
+
+def _cropped_and_flipped(images: Tensor) -> Tensor:
+    """Each image shifted by up to CROP_PADDING pixels either way, zeros at the edges, and half of them mirrored."""
+    n, _, height, width = images.shape
+    padded = F.pad(images, [CROP_PADDING] * 4)
+    top, left = torch.randint(0, 2 * CROP_PADDING + 1, (2, n, 1), device=images.device)
+    rows = top + torch.arange(height, device=images.device)
+    columns = left + torch.arange(width, device=images.device)
+    mirrored = torch.rand(n, 1, device=images.device) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    which = torch.arange(n, device=images.device)[:, None, None]
+    return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

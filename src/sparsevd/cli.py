@@ -71,6 +71,10 @@ def train(
     pretrain_learning_rate: Annotated[
         float, typer.Option(help="Adam's rate in the dense training.")
     ] = _RUN.pretrain_learning_rate,
+    pretrain_weight_decay: Annotated[
+        float, typer.Option(help="Weight decay in the dense training.")
+    ] = _RUN.pretrain_weight_decay,
+    augment: Annotated[bool, typer.Option("--augment", help="Train on random crops and mirror images.")] = _RUN.augment,
     init_from: Annotated[
         Path | None, typer.Option(help="Checkpoint or safetensors file to take the first weights from.")
     ] = None,
@@ -106,6 +110,8 @@ def train(
         val_size=val_size,
         pretrain_epochs=pretrain_epochs,
         pretrain_learning_rate=pretrain_learning_rate,
+        pretrain_weight_decay=pretrain_weight_decay,
+        augment=augment,
         init_from=init_from,
         threshold=threshold,
         resume=resume,

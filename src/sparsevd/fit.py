@@ -62,6 +62,7 @@ class FitConfig:
     contract: bool = True  # compute without inputs and units that have no weight left
     channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
     variance_dtype: str | None = None  # "float32" or "bfloat16" for the variance product; None: as the layers have it
+    weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
 
@@ -74,6 +75,8 @@ class FitConfig:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
+        if not (isinstance(self.weight_decay, int | float) and 0 <= self.weight_decay < math.inf):
+            raise ArgumentError(f"weight_decay={self.weight_decay!r} must be zero or a positive number")
         if not 0 <= self.drop_from <= 1:
             raise ArgumentError(f"drop_from={self.drop_from!r} must be a part of the run, from 0 to 1")
         if self.variance_dtype not in (None, *VARIANCE_DTYPES):
@@ -116,7 +119,10 @@ def fit(
         progress: show a bar on a terminal, or a line per epoch elsewhere.
     """
     sparse_layers(model)  # says so if there are none
-    return _fit(model, train, val, config or FitConfig(), loss, n_train, run_dir, resume, progress)
+    config = config or FitConfig()
+    if config.weight_decay:
+        raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
+    return _fit(model, train, val, config, loss, n_train, run_dir, resume, progress)
 
 
 def fit_dense(
@@ -252,7 +258,7 @@ def _number_of_examples(train: Data, n_train: int | None) -> int:
     return n_train
 
 
-def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
+def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.AdamW:
     """Adam with one group for the weights and one, at its own rate, for log σ²."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -264,8 +270,12 @@ def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Adam:
         {"params": rest, "base_lr": config.learning_rate},
         {"params": noise, "base_lr": config.learning_rate * config.log_sigma2_lr_ratio},
     ]
-    return torch.optim.Adam(
-        [g for g in groups if g["params"]], lr=config.learning_rate, betas=(0.9, config.adam_beta2), fused=True
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=config.learning_rate,
+        betas=(0.9, config.adam_beta2),
+        weight_decay=config.weight_decay,
+        fused=True,
     )
 
 

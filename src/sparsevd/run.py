@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsevd import atomic, data, kernels, models
-from sparsevd.batches import Data, batches, checked, size
+from sparsevd.batches import CropsAndFlips, Data, batches, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
 from sparsevd.errors import ArgumentError
@@ -50,6 +50,8 @@ class RunConfig:
     val_size: int = 0  # examples held out of the training set
     pretrain_epochs: int = 0  # dense training before Sparse VD
     pretrain_learning_rate: float = 1e-3
+    pretrain_weight_decay: float = 0.0
+    augment: bool = False  # train on random crops and mirror images
     init_from: Path | None = None
     threshold: float = THRESHOLD
     resume: bool = False
@@ -81,7 +83,12 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
         _make_room(config)
         if config.pretrain_epochs:
             say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
-            recipe = replace(config.fit, epochs=config.pretrain_epochs, learning_rate=config.pretrain_learning_rate)
+            recipe = replace(
+                config.fit,
+                epochs=config.pretrain_epochs,
+                learning_rate=config.pretrain_learning_rate,
+                weight_decay=config.pretrain_weight_decay,
+            )
             fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
         conversion = plan(dense)
         model = sparsify(dense, threshold=config.threshold, inplace=True)
@@ -187,9 +194,13 @@ def load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
         labels = train[1] if isinstance(train, tuple) else None
         integers = labels is not None and not labels.is_floating_point()
         classes = int(labels.max()) + 1 if labels is not None and integers else 10
-    if config.val_size == 0:
-        return train, None, test, classes
-    train, val = split(train, config.val_size, config.fit.seed)
+    val: Data | None = None
+    if config.val_size:
+        train, val = split(train, config.val_size, config.fit.seed)
+    if config.augment:
+        if not isinstance(train, tuple) or train[0].ndim != 4:
+            raise ArgumentError("--augment needs the training data as a pair of tensors, the first of them images")
+        train = CropsAndFlips(*train)
     return train, val, test, classes
 
 
