@@ -34,6 +34,7 @@ ORDER = [
     "run_folder",
     "progressive",
     "fit",
+    "baselines",
     "models",
     "download",
     "data",
@@ -41,6 +42,7 @@ ORDER = [
     "checkpoint_info",
     "restore",
     "compress",
+    "compare",
     "linear_model",
     "cli",
 ]

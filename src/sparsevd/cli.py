@@ -268,6 +268,56 @@ def bench(
     print(benchmark.bench(restored.network, restored.example, batches=batches, threads=counts, compiler=compiler))
 
 
+@app.command(
+    epilog="Example: sparsevd compare --net lenet-300-100 --methods pruning,surgery,sparse-vd --out runs/compare"
+)
+def compare(
+    net: Annotated[str, typer.Option(help="A network of the paper, or package.module:factory.")] = _RUN.model,
+    data: Annotated[
+        str, typer.Option(help="mnist, cifar10, cifar100, or package.module:factory returning (train, test).")
+    ] = _RUN.data,
+    methods: Annotated[str, typer.Option(help="all, or names with commas between; --cards lists them.")] = "all",
+    out: Annotated[Path, typer.Option(help="Folder for the records; what is there is not trained again.")] = Path(
+        "runs/compare"
+    ),
+    epochs: Annotated[int, typer.Option(help="Passes over the training set, for every method.")] = _FIT.epochs,
+    batch_size: Annotated[int, typer.Option(help="Examples per step.")] = _FIT.batch_size,
+    seed: Annotated[int, typer.Option(help="Seed of weights, noise and order.")] = _FIT.seed,
+    val_size: Annotated[
+        int, typer.Option(help="Measure on so many held-out training examples instead of the test set.")
+    ] = _RUN.val_size,
+    augment: Annotated[bool, typer.Option("--augment", help="Train on random crops and mirror images.")] = _RUN.augment,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
+    cards: Annotated[bool, typer.Option("--cards", help="Describe the methods, and train nothing.")] = False,
+) -> None:
+    """Train Sparse VD and its rivals on the same data and budget, and print one table."""
+    from sparsevd import baselines
+    from sparsevd import compare as comparison
+
+    names = comparison.methods_named(methods)
+    if cards:
+        print("\n\n".join(f"{name}\n{'─' * len(name)}\n{baselines.card(baselines.METHODS[name])}" for name in names))
+        return
+    config = comparison.CompareConfig(
+        net=net,
+        data=data,
+        methods=names,
+        out=out,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        val_size=val_size,
+        augment=augment,
+        data_dir=data_dir,
+    )
+    try:
+        records = comparison.compare(config)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; finished methods are in {out}. The same command goes on with the next", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"\n{comparison.table(records)}\nwritten to {out / comparison.RECORDS}")
+
+
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
     if issubclass(category, SparseVDWarning):
         print(f"note: {message}", file=sys.stderr)

@@ -42,8 +42,9 @@ def vgg_like(classes: int = 10, k: float = 1.0) -> nn.Module:
     """The VGG-like net for 32×32 colour images (Zagoruyko, 2015): 13 convolutions and 2 fully-connected layers.
 
     Every layer but the last is followed by batch normalisation and ReLU, with Binary Dropout between layers. `k`
-    scales the number of units in each.
+    scales the number of units in each, and below 1 the dropout rates too: few units do not learn under the full rates.
     """
+    dropout = min(1.0, k)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels = 3
     for block, (width, depth) in enumerate([(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)], start=1):
@@ -53,15 +54,15 @@ def vgg_like(classes: int = 10, k: float = 1.0) -> nn.Module:
             layers[f"norm{block}_{i}"] = nn.BatchNorm2d(units)
             layers[f"relu{block}_{i}"] = nn.ReLU()
             if i < depth:
-                layers[f"dropout{block}_{i}"] = nn.Dropout(0.3 if block == 1 else 0.4)
+                layers[f"dropout{block}_{i}"] = nn.Dropout(dropout * (0.3 if block == 1 else 0.4))
             channels = units
         layers[f"pool{block}"] = nn.MaxPool2d(2)
     layers["flatten"] = nn.Flatten()
-    layers["dropout6"] = nn.Dropout(0.5)
+    layers["dropout6"] = nn.Dropout(dropout * 0.5)
     layers["fc1"] = nn.Linear(channels, channels)
     layers["norm6"] = nn.BatchNorm1d(channels)
     layers["relu6"] = nn.ReLU()
-    layers["dropout7"] = nn.Dropout(0.5)
+    layers["dropout7"] = nn.Dropout(dropout * 0.5)
     layers["fc2"] = nn.Linear(channels, classes)
     return _initialised(nn.Sequential(layers))
 

@@ -1,0 +1,110 @@
+"""Soft Weight Sharing: a learned mixture as prior, then quantisation. Ullrich, Meeds, Welling, ICLR 2017.
+
+From a trained network on, all weights get a prior of J Gaussians whose means, precisions and proportions are learned
+with them; one component is fixed at zero with a large fixed proportion. The loss is NLL + τ·(−log p(weights) − log of
+Gamma priors on the precisions)/N. The weights gather around the means; at the end each weight takes the mean of the
+component most responsible for it, and those of the zero component are zero.
+
+Suggested settings: `tau` and `zero_proportion` decide the sparsity.
+Known negatives: slow, J passes over all weights a step; the last rounding costs accuracy where the mixture has not
+become sharp.
+Departs from the original: components are not merged afterwards (that changes the code book, not the zeros); biases
+keep their own values; weight and mixture rates fall to zero along a half cosine.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.baselines.training import Method, Outcome, Training, adam, weight_layers
+
+
+@dataclass(frozen=True)
+class SoftWeightSharing(Method):
+    """Hyper-parameters of Soft Weight Sharing."""
+
+    title: ClassVar[str] = "Soft Weight Sharing (Ullrich et al.)"
+
+    components: int = 16  # beside the one at zero
+    zero_proportion: float = 0.99
+    tau: float = 0.005  # weight of the prior
+    dense_part: float = 0.4  # of the budget
+    batch_size_factor: int = 2  # batches are larger in the second part, since a step costs passes over all weights
+    learning_rate: float = 1e-3
+    weights_rate: float = 5e-4
+    means_rate: float = 1e-4
+    precisions_rate: float = 3e-3
+    proportions_rate: float = 3e-3
+    gamma_zero: tuple[float, float] = (5e3, 2.0)  # shape and rate of the prior on the zero component's precision
+    gamma_rest: tuple[float, float] = (2.5e2, 0.1)
+
+    def train(self, model: nn.Module, training: Training) -> Outcome:
+        first = min(max(1, round(self.dense_part * training.epochs)), training.epochs - 1)
+        if first:
+            training.run(model, adam(model, self.learning_rate), first)
+        weights = [cast(Tensor, layer.weight) for layer in weight_layers(model).values()]
+        mixture = Mixture(torch.cat([w.detach().flatten() for w in weights]), self)
+        optimizer = torch.optim.Adam(
+            [
+                {"params": list(model.parameters()), "lr": self.weights_rate},
+                {"params": [mixture.means], "lr": self.means_rate},
+                {"params": [mixture.log_precisions], "lr": self.precisions_rate},
+                {"params": [mixture.logits], "lr": self.proportions_rate},
+            ]
+        )
+
+        def penalty(done: float) -> Tensor:
+            everything = torch.cat([w.flatten() for w in weights])
+            return self.tau / training.n * mixture.complexity(everything)
+
+        before = training.batch_size
+        training.batch_size = before * self.batch_size_factor
+        training.run(model, optimizer, training.epochs - training.spent, penalty=penalty)
+        training.batch_size = before
+        with torch.no_grad():
+            for weight in weights:
+                weight.copy_(mixture.quantised(weight))
+        return Outcome(model)
+
+
+class Mixture:
+    """The prior: component 0 at zero, the others spread over the range of the weights at first."""
+
+    def __init__(self, weights: Tensor, settings: SoftWeightSharing):
+        self.settings = settings
+        reach = weights.abs().max().item()
+        spacing = 2 * reach / max(1, settings.components - 1)
+        self.means = torch.linspace(-reach, reach, settings.components).requires_grad_()
+        # Each starts as wide as the gap to its neighbour, and none wider than the weights themselves need.
+        deviation = torch.full((settings.components + 1,), 0.9 * spacing)
+        deviation[0] = weights.std()
+        self.log_precisions = (-2 * deviation.log()).requires_grad_()
+        self.logits = torch.zeros(settings.components, requires_grad=True)
+
+    def log_components(self, weights: Tensor) -> Tensor:
+        """log(π_j·N(w | μ_j, 1/λ_j)) of every weight, with a last dimension for the components."""
+        zero = self.settings.zero_proportion
+        means = torch.cat([torch.zeros(1), self.means])
+        log_proportions = torch.cat(
+            [torch.tensor([math.log(zero)]), math.log(1 - zero) + torch.log_softmax(self.logits, 0)]
+        )
+        constant = log_proportions + 0.5 * (self.log_precisions - math.log(2 * math.pi))
+        distance = (weights.unsqueeze(-1) - means) ** 2
+        return constant - 0.5 * self.log_precisions.exp() * distance
+
+    def complexity(self, weights: Tensor) -> Tensor:
+        """−log p of the weights and of the precisions under their Gamma priors, up to a constant."""
+        shape, rate = (
+            torch.tensor([zero, *[rest] * self.settings.components])
+            for zero, rest in zip(self.settings.gamma_zero, self.settings.gamma_rest, strict=True)
+        )
+        hyper = ((shape - 1) * self.log_precisions - rate * self.log_precisions.exp()).sum()
+        return -torch.logsumexp(self.log_components(weights), -1).sum() - hyper
+
+    def quantised(self, weights: Tensor) -> Tensor:
+        """Every weight at the mean of the component most responsible for it."""
+        nearest = self.log_components(weights.flatten()).argmax(-1)
+        return torch.cat([torch.zeros(1), self.means])[nearest].view_as(weights)

@@ -1,0 +1,78 @@
+"""Dynamic Network Surgery: pruning with splicing. Guo, Yao, Chen: Dynamic Network Surgery for Efficient DNNs, 2016.
+
+From a trained network on, every weight W has a mask T. The network computes with W⊙T, but the gradient of that
+product updates all of W, so that a masked weight can grow back. From time to time, with probability (1
++ γ·t)^−p at step t, the masks are renewed: 0 where |W| < 0.9·h, 1 where |W| > 1.1·h, and unchanged between, where h =
+mean + c·deviation of |W| in the layer of the trained network. At last the masks are held and the rest
+is trained.
+
+Suggested settings: `c` decides the sparsity, 1 to 3.
+Known negatives: every layer wants a c of its own; one for all, as here, leaves the last layer denser than published.
+Departs from the original: one c for all layers; convolutions and fully-connected layers are cut together, not one
+kind after the other; the schedule is given in parts of the budget.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.baselines.training import Method, Outcome, Training, adam, weight_layers
+
+
+@dataclass(frozen=True)
+class Surgery(Method):
+    """Hyper-parameters of Dynamic Network Surgery."""
+
+    title: ClassVar[str] = "Dynamic Network Surgery (Guo et al.)"
+
+    c: float = 2.0
+    gamma: float = 1e-3  # how fast renewals of the masks become rare
+    power: float = 1.0
+    dense_part: float = 0.3  # of the budget, before the first mask
+    renewing_part: float = 0.6  # of the rest, after which masks are held
+    dense_rate: float = 1e-3  # Adam
+    learning_rate: float = 5e-2  # SGD with momentum 0.9
+    weight_decay: float = 5e-4
+
+    def train(self, model: nn.Module, training: Training) -> Outcome:
+        first = min(max(1, round(self.dense_part * training.epochs)), training.epochs - 1)
+        if first:
+            training.run(model, adam(model, self.dense_rate), first)
+        layers = {name: cast(Tensor, layer.weight) for name, layer in weight_layers(model).items()}
+        with torch.no_grad():
+            limits = {name: (w.abs().mean() + self.c * w.abs().std()).item() for name, w in layers.items()}
+            masks = {name: torch.ones_like(w) for name, w in layers.items()}
+        chance = torch.Generator().manual_seed(training.seed)
+        step = 0
+
+        def renew() -> None:
+            with torch.no_grad():
+                for name, weight in layers.items():
+                    size, h, mask = weight.abs(), limits[name], masks[name]
+                    mask.masked_fill_(size < 0.9 * h, 0).masked_fill_(size > 1.1 * h, 1)
+
+        def after_step(done: float) -> None:
+            nonlocal step
+            step += 1
+            if done < self.renewing_part:
+                probability = (1 + self.gamma * step) ** -self.power
+                if torch.rand((), generator=chance).item() < probability:
+                    renew()
+
+        def masked() -> dict[str, Tensor]:
+            # The value is W⊙T, the gradient that of the identity: masked weights learn too.
+            return {
+                f"{name}.weight" if name else "weight": w + (w * masks[name] - w).detach() for name, w in layers.items()
+            }
+
+        renew()
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=self.learning_rate, momentum=0.9, weight_decay=self.weight_decay, fused=True
+        )
+        training.run(model, optimizer, training.epochs - training.spent, weights=masked, after_step=after_step)
+        with torch.no_grad():
+            for name, weight in layers.items():
+                weight.mul_(masks[name])
+        return Outcome(model)

@@ -1,0 +1,124 @@
+"""What every method shares: the budget, the data, and a plain training loop that counts the epochs spent."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from sparsevd.batches import Data, batches, checked, size
+from sparsevd.errors import ArgumentError, DivergenceError
+from sparsevd.evaluate import Loss
+from sparsevd.fit import DECAYS
+from sparsevd.layers import SPARSE_TYPES
+from sparsevd.progress import choose
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plain network with exact zeros, and where a method ends by a threshold, the network before that."""
+
+    network: nn.Module
+    before_threshold: nn.Module | None = None
+    elbo: float | None = None
+
+
+class Method(ABC):
+    """A way to a sparse network. Subclasses are frozen dataclasses of their hyper-parameters."""
+
+    title: ClassVar[str]
+
+    @abstractmethod
+    def train(self, model: nn.Module, training: "Training") -> Outcome:
+        """Train this network, which may be changed, within the budget of `training`."""
+
+
+class Training:
+    """The data and the epochs that a method may spend, as it likes, in one or several stretches."""
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        epochs: int = 40,
+        batch_size: int = 100,
+        seed: int = 0,
+        loss: Loss = F.cross_entropy,
+        progress: bool = True,
+    ):
+        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name}={value!r} must be a positive integer")
+        self.data = checked(data, "train")
+        self.n = size(self.data, "train")
+        self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
+        self.spent = 0
+
+    def run(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        epochs: int,
+        *,
+        decay: str = "cosine",
+        penalty: Callable[[float], Tensor] | None = None,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        after_step: Callable[[float], None] | None = None,
+    ) -> None:
+        """Some epochs of training. The rates that the optimizer comes with fall to zero along `decay`.
+
+        Args:
+            penalty: what is added to the mean loss; it is told which part of these epochs is over, as are the others.
+            weights: tensors to compute with in place of the parameters of these names.
+            after_step: called after every step.
+        """
+        if self.spent + epochs > self.epochs:
+            raise ArgumentError(f"{self.spent} of {self.epochs} epochs are spent; {epochs} more are not in the budget")
+        base = [group["lr"] for group in optimizer.param_groups]
+        model.train()
+        with choose(self.progress) as progress:
+            for epoch in range(epochs):
+                torch.manual_seed(self.seed * 1_000_003 + self.spent)
+                seen, total = 0, 0.0
+                for x, y in batches(self.data, self.batch_size, shuffle=True):
+                    done = min(1.0, (epoch + seen / self.n) / epochs)
+                    for group, rate in zip(optimizer.param_groups, base, strict=True):
+                        group["lr"] = rate * DECAYS[decay](done)
+                    output = functional_call(model, dict(weights()), (x,)) if weights else model(x)
+                    nll = self.loss(output, y)
+                    objective = nll + penalty(done) if penalty else nll
+                    optimizer.zero_grad()
+                    objective.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    if after_step:
+                        after_step(done)
+                    seen += len(y)
+                    total += nll.item() * len(y)
+                    description = f"epoch {self.spent + 1}/{self.epochs}  loss {total / seen:.3f}"
+                    progress.step((self.spent + min(1.0, seen / self.n)) / self.epochs, description)
+                if not all(parameter.isfinite().all() for parameter in model.parameters()):
+                    raise DivergenceError(f"training diverged in epoch {self.spent + 1}; lower the learning rate")
+                self.spent += 1
+                progress.epoch(description)
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate
+        model.eval()
+
+
+def weight_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose weights a method may remove: those that Sparse VD would convert."""
+    layers = {name: module for name, module in model.named_modules() if type(module) in SPARSE_TYPES}
+    if not layers:
+        raise ArgumentError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to make sparse")
+    return layers
+
+
+def adam(model: nn.Module, learning_rate: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
+    """As for Sparse VD: the same optimiser for all methods that do not need another."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=weight_decay, fused=True
+    )

@@ -1,0 +1,100 @@
+"""Variational Dropout in its original, multiplicative parametrisation. Kingma, Salimans, Welling, 2015.
+
+Every weight is w = θ·(1 + √α·ε) with an α of its own (eq. 7, 10 of the Sparse VD paper); (θ, log α) are trained on
+the bound, with the local reparametrisation. `variational-dropout` keeps α ≤ 1 as the authors did, with their
+polynomial for the KL; `variational-dropout-unrestricted` lets α grow, with the KL of eq. 14, and drops weights of log
+α > 3. What Sparse VD changes is the parametrisation alone: noise σ·ε instead of θ·√α·ε (eq. 11).
+
+Suggested settings: those of Sparse VD.
+Known negatives: with α ≤ 1 nothing becomes sparse; without the limit the gradient of θ is noisy where α is large, and
+training is slower and ends at a worse bound.
+Departs from the original: one α per weight, where the authors trained one per layer, unit or input; the KL is warmed
+up as for Sparse VD, for a fair comparison.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd import functional
+from sparsevd.baselines.noise import noisy_outputs, product
+from sparsevd.baselines.training import Method, Outcome, Training, weight_layers
+from sparsevd.layers import THRESHOLD
+from sparsevd.objective import warm_up
+
+
+@dataclass(frozen=True)
+class VariationalDropout(Method):
+    """Hyper-parameters of Variational Dropout."""
+
+    title: ClassVar[str] = "Variational Dropout, α ≤ 1 (Kingma et al.)"
+
+    restricted: bool = True
+    learning_rate: float = 2e-3
+    log_alpha_lr_ratio: float = 1.0
+    initial_log_alpha: float = -3.0
+    warm_up_end: float = 0.2
+
+    def train(self, model: nn.Module, training: Training) -> Outcome:
+        layers = weight_layers(model)
+        log_alphas = {
+            name: torch.full_like(cast(Tensor, layer.weight), self.initial_log_alpha, requires_grad=True)
+            for name, layer in layers.items()
+        }
+        negative_kl = functional.negative_kl_kingma_cubic if self.restricted else functional.negative_kl
+        beta = warm_up(0.0, self.warm_up_end)
+
+        def penalty(done: float) -> Tensor:
+            divergence = torch.stack([-negative_kl(log_alpha).sum() for log_alpha in log_alphas.values()]).sum()
+            return beta(done) / training.n * divergence
+
+        def restrict(done: float) -> None:
+            with torch.no_grad():
+                for log_alpha in log_alphas.values():
+                    log_alpha.clamp_(max=0.0)
+
+        optimizer = torch.optim.Adam(
+            [
+                {"params": list(model.parameters()), "lr": self.learning_rate},
+                {"params": list(log_alphas.values()), "lr": self.learning_rate * self.log_alpha_lr_ratio},
+            ],
+            betas=(0.9, 0.99),
+            fused=True,
+        )
+        with noisy_outputs({layer: multiplicative_noise(layer, log_alphas[name]) for name, layer in layers.items()}):
+            training.run(
+                model,
+                optimizer,
+                training.epochs,
+                penalty=penalty,
+                after_step=restrict if self.restricted else None,
+            )
+        before = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, layer in layers.items():
+                cast(Tensor, layer.weight).masked_fill_(log_alphas[name] > THRESHOLD, 0)
+        return Outcome(model, before_threshold=before)
+
+
+@dataclass(frozen=True)
+class UnrestrictedVariationalDropout(VariationalDropout):
+    """The same without the limit on α."""
+
+    title: ClassVar[str] = "Variational Dropout, any α"
+
+    restricted: bool = False
+
+
+def multiplicative_noise(layer: nn.Module, log_alpha: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The output sampled with the local reparametrisation: mean γ = A·θ + bias, variance δ = A²·(αθ²)."""
+
+    def noisy(input: Tensor, output: Tensor) -> Tensor:
+        weight = cast(Tensor, layer.weight)
+        delta = product(layer, input * input, log_alpha.exp() * weight * weight)
+        return functional.noisy_output(output, delta, torch.randn_like(output))
+
+    return noisy

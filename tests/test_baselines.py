@@ -1,0 +1,216 @@
+"""The rivals: a contract that every one of them keeps, and the equations of each."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from sparsevd import baselines, functional
+from sparsevd.baselines import METHODS, Training
+from sparsevd.baselines.noise import noisy_outputs
+from sparsevd.baselines.pruning import Pruning
+from sparsevd.baselines.soft_weight_sharing import Mixture, SoftWeightSharing
+from sparsevd.baselines.surgery import Surgery
+from sparsevd.baselines.variational_dropout import VariationalDropout, multiplicative_noise
+from sparsevd.errors import ArgumentError
+from sparsevd.evaluate import evaluate
+from sparsevd.fit import FitConfig
+from sparsevd.summary import summary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SPARSE = ["pruning", "surgery", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]
+# Thresholds and priors are made for layers with many weights, of which most do not matter.
+FOR_SMMETHODS_NETWORKS = {
+    "pruning": {"quality": 0.6, "learning_rate": 1e-2, "retraining_rate": 5e-3},
+    "surgery": {"c": 0.0, "dense_rate": 1e-2},
+    "soft-weight-sharing": {"tau": 0.1, "learning_rate": 1e-2},
+    "binary-dropout": {"rate": 0.2, "learning_rate": 5e-3},
+    "gaussian-dropout": {"rate": 0.2, "learning_rate": 5e-3},
+    "variational-dropout-unrestricted": {"learning_rate": 1e-2, "log_alpha_lr_ratio": 2.0},
+    "sparse-vd": {"recipe": FitConfig(learning_rate=2e-2)},
+}
+
+
+def problem(n=1000):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 4, 4, generator=generator)
+    return x, (x[:, 0, 0, :2].sum(1) > 0).long()
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2)
+    )
+
+
+def trained(name, epochs=3, seed=0, batch_size=100, **settings):
+    data = problem()
+    method = METHODS[name](**settings)
+    return baselines.train(method, network(), data, epochs=epochs, seed=seed, batch_size=batch_size, progress=False)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_outcome_is_a_plain_network_and_nothing_else_changes(name):
+    model = network()
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    result = baselines.train(METHODS[name](), model, problem(), epochs=2, progress=False).network
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [type(module) for module in result.modules()] == [type(module) for module in model.modules()]
+    assert {k: v.shape for k, v in result.state_dict().items()} == {k: v.shape for k, v in before.items()}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in result.modules())
+    assert not result.training
+    x = problem()[0]
+    assert torch.equal(result(x), result(x))  # no noise is left
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_seed_decides(name):
+    first, again, other = trained(name), trained(name), trained(name, seed=1)
+    keys = first.network.state_dict()
+    assert all(torch.equal(value, again.network.state_dict()[key]) for key, value in keys.items())
+    assert any(not torch.equal(value, other.network.state_dict()[key]) for key, value in keys.items())
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_budget_is_spent_and_not_more(name, epochs):
+    training = Training(problem(100), epochs=epochs, progress=False)
+    METHODS[name]().train(network(), training)
+    assert training.spent == epochs
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_learns(name):
+    result = trained(name, epochs=20, batch_size=20, **FOR_SMMETHODS_NETWORKS.get(name, {})).network
+    assert evaluate(result, problem()).error < 12
+    assert (summary(result).ratio > 1.1) == (name in SPARSE), summary(result).ratio
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_card(name):
+    text = baselines.card(METHODS[name])
+    assert all(part in text for part in ("Suggested settings", "Departs from"))
+
+
+def test_a_budget_is_checked():
+    with pytest.raises(ArgumentError, match="epochs=0"):
+        Training(problem(), epochs=0)
+    training = Training(problem(), epochs=1)
+    with pytest.raises(ArgumentError, match="2 more are not in the budget"):
+        training.run(network(), torch.optim.SGD([nn.Parameter(torch.zeros(1))]), 2)
+    with pytest.raises(ArgumentError, match="nothing to make sparse"):
+        baselines.train(Pruning(), nn.Sequential(nn.Flatten(), nn.Bilinear(2, 2, 2)), problem(), progress=False)
+
+
+def test_pruning_removes_what_is_below_the_threshold_and_never_brings_it_back():
+    removed: list[set] = []
+
+    class Watched(Training):
+        def run(self, model, *arguments, **keywords):
+            super().run(model, *arguments, **keywords)
+            zeros = torch.cat([p.flatten() for p in model.parameters() if p.ndim > 1]) == 0
+            removed.append(set(zeros.nonzero().flatten().tolist()))
+
+    Pruning(rounds=3).train(network(), Watched(problem(), epochs=8, progress=False))
+    assert len(removed) == 4
+    assert not removed[0]
+    assert all(earlier < later for earlier, later in itertools.pairwise(removed))
+
+
+def test_surgery_lets_masked_weights_learn_and_return():
+    """A masked weight keeps its value and gets the gradient of the product; a mask that is never renewed stays."""
+    torch.manual_seed(0)
+    masks = []
+
+    class Watched(Training):
+        def run(self, model, optimizer, epochs, *, weights=None, after_step=None, **keywords):
+            def look(done):
+                after_step(done)
+                masks.append(torch.cat([(w != 0).flatten() for w in weights().values()]))
+
+            look = look if after_step else None
+            super().run(model, optimizer, epochs, weights=weights, after_step=look, **keywords)
+
+    Surgery(c=1.0).train(network(), Watched(problem(), epochs=8, progress=False))
+    steps = torch.stack(masks).float().diff(dim=0)
+    assert (steps == -1).any()  # pruned
+    assert (steps == 1).any()  # spliced
+    assert not steps[-10:].any()  # held at the end
+
+
+def test_the_mixture_is_the_density_of_torch():
+    torch.manual_seed(0)
+    weights = 0.3 * torch.randn(50)
+    mixture = Mixture(weights, SoftWeightSharing(components=4))
+    with torch.no_grad():
+        mixture.logits.copy_(torch.randn(4))
+    proportions = torch.cat([torch.tensor([0.99]), 0.01 * mixture.logits.softmax(0)])
+    oracle = torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(proportions),
+        torch.distributions.Normal(
+            torch.cat([torch.zeros(1), mixture.means]), torch.exp(-0.5 * mixture.log_precisions)
+        ),
+    )
+    ours = torch.logsumexp(mixture.log_components(weights), -1)
+    torch.testing.assert_close(ours, oracle.log_prob(weights))
+    shape, rate = (torch.tensor([a, *[b] * 4]) for a, b in ((5e3, 2.5e2), (2.0, 0.1)))
+    precisions = mixture.log_precisions.detach().exp()
+    gamma = torch.distributions.Gamma(shape, rate)
+    shift = (torch.lgamma(shape) - shape * rate.log()).sum()  # the constant that is left out
+    expected = -oracle.log_prob(weights).sum() - gamma.log_prob(precisions).sum() - shift
+    torch.testing.assert_close(mixture.complexity(weights), expected, rtol=1e-4, atol=1e-2)
+    assert set(mixture.quantised(weights).tolist()) <= {0.0, *mixture.means.tolist()}
+
+
+def test_soft_weight_sharing_leaves_few_values():
+    result = trained("soft-weight-sharing", epochs=4).network
+    values = {value for p in result.parameters() if p.ndim > 1 for value in p.flatten().tolist()}
+    assert len(values) <= 17
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Conv2d(2, 3, 3, stride=2, padding=1, groups=1)])
+def test_multiplicative_noise_is_that_of_sampled_weights(layer):
+    """The local reparametrisation has the mean and variance of w = θ(1 + √α·ε), measured over many draws of w."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 5) if isinstance(layer, nn.Linear) else torch.randn(1, 2, 4, 4)
+    log_alpha = torch.randn_like(layer.weight)
+    layer.train()
+    with torch.no_grad():
+        with noisy_outputs({layer: multiplicative_noise(layer, log_alpha)}):
+            local = torch.stack([layer(x) for _ in range(4000)])
+        sampled = []
+        for _ in range(4000):
+            weight = layer.weight * (1 + torch.exp(log_alpha / 2) * torch.randn_like(log_alpha))
+            sampled.append(torch.func.functional_call(layer, {"weight": weight}, (x,)))
+        sampled = torch.stack(sampled)
+        layer.eval()
+        quiet = layer(x)
+    scale = sampled.std(0).max()
+    assert (local.mean(0) - quiet).abs().max() < 0.1 * scale
+    assert (local.std(0) - sampled.std(0)).abs().max() < 0.1 * scale
+
+
+def test_the_restricted_rate_stays_below_one():
+    class Watched(Training):
+        def run(self, model, optimizer, epochs, **keywords):
+            super().run(model, optimizer, epochs, **keywords)
+            self.log_alphas = optimizer.param_groups[1]["params"]
+
+    limits = {}
+    for restricted in (True, False):
+        training = Watched(problem(), epochs=5, progress=False)
+        VariationalDropout(restricted=restricted, initial_log_alpha=-0.1, learning_rate=1e-2).train(network(), training)
+        limits[restricted] = max(log_alpha.max().item() for log_alpha in training.log_alphas)
+    assert limits[True] <= 0 < limits[False]
+
+
+def test_the_two_divergences_agree_where_both_hold():
+    log_alpha = torch.linspace(-8, 0, 50)
+    difference = functional.negative_kl_kingma_cubic(log_alpha) - functional.negative_kl(log_alpha)
+    assert (difference - difference.mean()).abs().max() < 0.1
+    assert math.isfinite(difference.sum().item())

@@ -1,0 +1,91 @@
+"""The comparison: one record per method, continued after a stop, and one table."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sparsevd import baselines, compare
+from sparsevd.baselines.pruning import Pruning
+from sparsevd.cli import app
+from sparsevd.errors import ArgumentError, FormatError
+from test_baselines import network, problem
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def data():
+    return problem(400), problem(100)
+
+
+def config(folder, **settings):
+    settings = {"methods": ("dense", "pruning", "sparse-vd"), "epochs": 2, "out": folder, **settings}
+    return compare.CompareConfig(net="test_baselines:network", data="test_compare:data", **settings)
+
+
+def test_records_say_what_came_out(tmp_path):
+    records = compare.compare(config(tmp_path), say=lambda line: None)
+    assert [record["method"] for record in records] == ["dense", "pruning", "sparse-vd"]
+    assert records == json.loads((tmp_path / "compare.json").read_text())
+    dense, pruned, ours = records
+    assert dense["ratio"] == 1
+    assert pruned["ratio"] > 1
+    assert sum(layer["weights"] for layer in dense["per_layer"]) == sum(
+        p.numel() for p in network().parameters() if p.ndim > 1
+    )
+    assert ours["elbo"] < 0
+    assert ours["error_before_threshold"] is not None
+    assert dense["error_before_threshold"] is None
+
+
+def test_a_stopped_comparison_goes_on(tmp_path, monkeypatch):
+    trained = []
+    train = baselines.train
+
+    def watched(method, *arguments, **keywords):
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append(method.title)
+        return train(method, *arguments, **keywords)
+
+    monkeypatch.setattr(baselines, "train", watched)
+    with pytest.raises(KeyboardInterrupt):
+        compare.compare(config(tmp_path), say=lambda line: None)
+    assert len(compare.read(tmp_path)) == 2
+    monkeypatch.setattr(baselines, "train", train)
+    said = []
+    assert len(compare.compare(config(tmp_path), say=said.append)) == 3
+    assert said == ["Sparse VD: 2 epochs"]
+    # Other settings are another record.
+    again = compare.compare(config(tmp_path, methods=("pruning",)), said.append, {"pruning": Pruning(quality=0.5)})
+    assert len(compare.read(tmp_path)) == 4
+    assert again[0]["settings"]["quality"] == 0.5
+
+
+def test_held_out_examples_take_the_place_of_the_test_set(tmp_path):
+    (record,) = compare.compare(config(tmp_path, methods=("dense",), val_size=50), say=lambda line: None)
+    assert record["held_out"] == 50
+    assert (record["error"] * 50 / 100).is_integer()
+
+
+def test_wrong_requests_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="no method 'magic'"):
+        compare.methods_named("dense, magic")
+    assert compare.methods_named("all") == tuple(baselines.METHODS)
+    (tmp_path / "compare.json").write_text("{")
+    with pytest.raises(FormatError, match="is not JSON"):
+        compare.read(tmp_path)
+    (tmp_path / "compare.json").write_text("[3]")
+    with pytest.raises(FormatError, match="list of records"):
+        compare.read(tmp_path)
+
+
+def test_the_command(tmp_path):
+    options = ["--net", "test_baselines:network", "--data", "test_compare:data", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["compare", *options, "--epochs", "1", "--methods", "dense,pruning"])
+    assert result.exit_code == 0, result.output
+    assert "Pruning (Han et al.)" in result.output
+    assert f"written to {tmp_path / 'compare.json'}" in result.output
+    cards = CliRunner().invoke(app, ["compare", "--cards"])
+    assert cards.exit_code == 0
+    assert all(name in cards.output for name in baselines.METHODS)
