@@ -188,6 +188,7 @@ def _fit(
                 rng = None
             with contracted(model, layers, optimizer) if config.contract else nullcontext():
                 dropped = zero_for_good(layers)
+                parameters = list(model.parameters())
                 for x, y in remaining:
                     x, y = x.to(device), y.to(device)
                     if x.ndim == 4:
@@ -198,22 +199,26 @@ def _fit(
                     output = model(x)
                     nll = loss(output, y)
                     objective = elbo_loss(nll, model, n_train=n, beta=beta_at(done)) if layers else nll
-                    optimizer.zero_grad()
+                    for parameter in parameters:
+                        parameter.grad = None
                     objective.backward()  # type: ignore[no-untyped-call]
-                    _check_finite(objective, model, state, folder)
+                    value = nll.item()
+                    if not math.isfinite(value):
+                        _diverged(value, model, state, folder)
                     optimizer.step()
                     for layer, alive in dropped:
                         layer.weight.data.mul_(alive)
 
                     state.batch += 1
                     state.seen += len(y)
-                    state.loss += nll.item() * len(y)
+                    state.loss += value * len(y)
                     missed = wrong(output, y)
                     state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
                     progress.step((state.epoch + min(1.0, state.seen / n)) / config.epochs, _describe(state, config))
                     if interrupt.is_set():
                         break
             if interrupt.is_set():
+                _check_parameters(model, state, folder)
                 state.seconds = time.monotonic() - begun
                 folder.save(model, optimizer, state, torch.get_rng_state())
                 raise KeyboardInterrupt
@@ -301,16 +306,13 @@ def _set_learning_rate(optimizer: torch.optim.Adam, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-def _check_finite(objective: Tensor, model: nn.Module, state: State, folder: RunFolder) -> None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if math.isfinite(objective.item()) and math.isfinite(norm.item()):
-        return
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+def _diverged(loss: float, model: nn.Module, state: State, folder: RunFolder) -> None:
+    """The loss shows what went wrong in this step or in the one before, whose gradients are looked at by nobody."""
+    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    where = f"{', '.join(bad)} not finite since the step before" if bad else "every parameter is finite yet"
     raise DivergenceError(
-        f"training diverged in epoch {state.epoch + 1}, batch {state.batch + 1}: the loss is {objective.item()}, "
-        f"gradients are not finite in {', '.join(bad) or 'no parameter'}. {folder.last_good()} "
-        "Lower the learning rate, or look for NaN in the data"
+        f"training diverged in epoch {state.epoch + 1}, batch {state.batch + 1}: the loss is {loss}, {where}. "
+        f"{folder.last_good()} Lower the learning rate, or look for NaN in the data"
     )
 
 
