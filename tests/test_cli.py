@@ -209,6 +209,7 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         ([*TRAIN, "--val-size", "5000"], "leave nothing to train on"),
         ([*TRAIN, "--init-from", "mine.py"], "mine.py is not a whole safetensors file"),
         (["train", "--data", "mine:data", "--model", "lenet-300-100"], "lenet-300-100 does not fit the data mine:data"),
+        ([*TRAIN, "--recipe", "cake"], "no recipe 'cake'; there are default, paper"),
         ([*TRAIN, "--pretrain-epochs", "-3"], "--pretrain-epochs -3 must be zero or more"),
         (["info", "missing.safetensors"], "missing.safetensors does not exist"),
         (["info", "mine.py"], "mine.py is not a whole safetensors file"),
@@ -257,3 +258,21 @@ def test_help_has_an_example(name):
     shown = CliRunner().invoke(app, [name, "--help"])
     assert shown.exit_code == 0
     assert f"Example: sparsevd {name} " in " ".join(shown.output.split())
+
+
+def test_recipes_are_named_and_options_override_them(user_folder):
+    def run(*options):
+        result = CliRunner().invoke(app, [*TRAIN, *options, "--out", "run", "--overwrite"])
+        assert result.exit_code == 0, result.output
+        return json.loads((user_folder / "run" / "summary.json").read_text())["config"]
+
+    paper = run("--recipe", "paper", "--epochs", "1")
+    assert paper["epochs"] == 1
+    assert paper["batch_size"] == 20
+    assert paper["learning_rate"] == 1e-4
+    assert paper["drop_from"] == 1
+    # An option with its default value is still an option that was given.
+    assert run("--recipe", "paper", "--epochs", "1", "--learning-rate", "0.002")["learning_rate"] == 0.002
+    assert run("--epochs", "1")["learning_rate"] == 0.002
+    listed = CliRunner().invoke(app, ["train", "--recipe", "list"])
+    assert "paper-pretrained" in listed.output

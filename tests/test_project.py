@@ -34,6 +34,7 @@ ORDER = [
     "run_folder",
     "progressive",
     "fit",
+    "recipes",
     "baselines",
     "models",
     "download",

@@ -5,6 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +31,15 @@ _FIT = FitConfig()
     epilog="Example: sparsevd train --model lenet-5-caffe --data mnist --out runs/lenet5 --epochs 30 --val-size 5000"
 )
 def train(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A network of the paper, or package.module:factory.")] = _RUN.model,
     data: Annotated[
         str, typer.Option(help="mnist, cifar10, cifar100, or package.module:factory returning (train, test).")
     ] = _RUN.data,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = _RUN.out,
+    recipe: Annotated[
+        str, typer.Option(help="Named settings, which the options below override; --recipe list describes them.")
+    ] = "default",
     epochs: Annotated[int, typer.Option(help="Passes over the training set.")] = _FIT.epochs,
     seed: Annotated[int, typer.Option(help="Seed of weights, noise and order.")] = _FIT.seed,
     batch_size: Annotated[int, typer.Option(help="Examples per step.")] = _FIT.batch_size,
@@ -83,32 +88,26 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
 ) -> None:
     """Train a network with Sparse VD, prune it, and test it."""
-    from sparsevd import run
+    from sparsevd import recipes, run
 
-    recipe = FitConfig(
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        decay=decay,
-        log_sigma2_lr_ratio=log_sigma2_lr_ratio,
-        drop_from=drop_from,
-        drop_patience=drop_patience,
-        contract=contract,
-        channels_last=channels_last,
-        variance_dtype=variance_dtype,
-        adam_beta2=adam_beta2,
-        warm_up_start=warm_up_start,
-        warm_up_end=warm_up_end,
-        seed=seed,
-    )
+    if recipe == "list":
+        print("\n".join(f"{name:<18}{each.about}" for name, each in recipes.RECIPES.items()))
+        return
+    chosen = recipes.recipe(recipe)
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }
+    settings = replace(chosen.fit, **{name: value for name, value in given.items() if name in _FIT.__dict__})
     config = RunConfig(
         model=model,
         data=data,
         out=out,
-        fit=recipe,
+        fit=settings,
         data_dir=data_dir,
         val_size=val_size,
-        pretrain_epochs=pretrain_epochs,
+        pretrain_epochs=given.get("pretrain_epochs", chosen.pretrain_epochs),
         pretrain_learning_rate=pretrain_learning_rate,
         pretrain_weight_decay=pretrain_weight_decay,
         augment=augment,

@@ -1,0 +1,47 @@
+"""Named ways to train: the default, the paper's own, and ours for special wishes.
+
+All of them maximise the same bound: the weight of the KL is 1/N once the warm-up is over.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from sparsevd.errors import ArgumentError
+from sparsevd.fit import FitConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do, and what for."""
+
+    about: str
+    fit: FitConfig = field(default_factory=FitConfig)
+    pretrain_epochs: int = 0
+
+
+# As the paper says, or where it does not say, as Adam has it: nothing is dropped before the end.
+_PAPER = FitConfig(
+    epochs=200,
+    learning_rate=1e-4,
+    decay="linear",
+    log_sigma2_lr_ratio=1.0,
+    drop_from=1.0,
+    contract=False,
+    adam_beta2=0.999,
+)
+
+RECIPES: dict[str, Recipe] = {
+    "default": Recipe("good sparsity and error in few epochs"),
+    "paper": Recipe("the paper's: 200 epochs from random weights, the rate linearly from 1e-4 to zero", _PAPER),
+    "paper-pretrained": Recipe(
+        "the paper's for networks that do not start well: dense training first, then 30 epochs at 1e-5",
+        replace(_PAPER, epochs=30, learning_rate=1e-5, warm_up_end=0.0),
+        pretrain_epochs=40,
+    ),
+}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of this name."""
+    if name not in RECIPES:
+        raise ArgumentError(f"no recipe {name!r}; there are {', '.join(RECIPES)}")
+    return RECIPES[name]
