@@ -1,0 +1,54 @@
+"""Figure 1 of the paper: approximations of −KL against the exact value, and the deviations that it claims.
+
+    python experiments/kl_divergence.py          # a second; results/kl_divergence.json and .svg
+
+The exact value (eq. 13) is an integral, done to about 1e-12. The constant C is free: the deviation is given with the C
+that each approximation was published with, and with the C that suits it best.
+"""
+
+import torch
+from records import Records, chart
+
+from sparsevd import functional
+
+LOG_ALPHA = torch.linspace(-12, 12, 4801, dtype=torch.float64)
+APPROXIMATIONS = {
+    "Sparse VD, eq. 14": (functional.negative_kl, "#c1272d", float("inf"), 0.009),
+    "Kingma et al., polynomial": (functional.negative_kl_kingma_cubic, "#0000a7", 0.0, 0.04),
+    "Kingma et al., bound": (functional.negative_kl_kingma_bound, "#008176", 0.0, None),
+}
+
+
+def main() -> None:
+    records = Records("kl_divergence")
+    records.path.unlink(missing_ok=True)
+    exact = functional.negative_kl_exact(LOG_ALPHA)
+    figure, axes, path = chart("kl_divergence", 2, figsize=(9, 3.2))
+    axes[0].plot(LOG_ALPHA, exact, color="black", linewidth=3, label="exact, eq. 13")
+    for name, (approximation, colour, limit, claimed) in APPROXIMATIONS.items():
+        value = approximation(LOG_ALPHA)
+        error = value - exact
+        inside = limit >= LOG_ALPHA
+        # The best constant halves the range of the error.
+        constant = ((error[inside].max() + error[inside].min()) / 2).item()
+        record = records.add(
+            approximation=name,
+            log_alpha_up_to=None if limit == float("inf") else limit,
+            largest_deviation=error[inside].abs().max().item(),
+            largest_deviation_with_best_constant=(error[inside] - constant).abs().max().item(),
+            claimed=claimed,
+        )
+        print(
+            f"{name}: largest deviation {record['largest_deviation']:.4f}, with the best constant "
+            f"{record['largest_deviation_with_best_constant']:.4f}; the paper says {claimed}"
+        )
+        axes[0].plot(LOG_ALPHA, value, "--", color=colour, label=name)
+        axes[1].plot(LOG_ALPHA[inside], error[inside], color=colour, label=name)
+    axes[0].set(xlabel="log α", ylabel="−KL", ylim=(-6.5, 1), title="−KL of one weight")
+    axes[0].legend(fontsize=8)
+    axes[1].set(xlabel="log α", ylabel="deviation from the exact value", ylim=(-0.1, 0.1), title="deviations")
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Where the experiments keep what they measured: results/<item>.json, a list of records, one per finished unit."""
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsevd
+
+HERE = Path(__file__).parent
+
+
+class Records:
+    """The records of one item, on disk as soon as they are added."""
+
+    def __init__(self, item: str):
+        self.item = item
+        self.path = HERE / "results" / f"{item}.json"
+
+    def all(self) -> list[dict[str, Any]]:
+        return json.loads(self.path.read_text()) if self.path.exists() else []
+
+    def find(self, **wanted: Any) -> list[dict[str, Any]]:
+        """Those with these values."""
+        return [r for r in self.all() if all(r.get(key) == value for key, value in wanted.items())]
+
+    def add(self, **record: Any) -> dict[str, Any]:
+        """Add a record, signed with versions and commit. Read anew before: another unit may run at the same time."""
+        signed = {"item": self.item, **record, "versions": versions(), "commit": commit()}
+        lines = ",\n".join(json.dumps(r, ensure_ascii=False) for r in [*self.all(), signed])
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        temporary.replace(self.path)
+        return signed
+
+
+def versions() -> dict[str, str]:
+    return {"sparsevd": sparsevd.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def commit() -> str:
+    return subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=HERE, text=True).strip()
+
+
+def chart(name: str, columns: int, **size: Any) -> tuple[Any, Any, Path]:
+    """A matplotlib figure with some axes, the axes, and where it belongs; the same bytes for the same records."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 9, "axes.grid": True})
+    plt.rcParams.update({"grid.color": "#e6e6e6", "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, columns, layout="constrained", **size)
+    return figure, axes, HERE / "results" / f"{name}.svg"
