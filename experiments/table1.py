@@ -1,0 +1,154 @@
+"""Table 1 of the paper: the LeNets on MNIST, Sparse VD against its rivals, mean ± deviation over seeds.
+
+    OMP_NUM_THREADS=1 python experiments/table1.py run --net lenet-300-100 --method pruning
+    python experiments/table1.py table
+
+A unit is one network, one method and one seed; those in results/table1.json are not run again. Every method has as many
+epochs. Sparse VD leaves its run in runs/<net>-seed<k>, for the experiments on files and speed.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from records import Records
+
+from sparsevd.baselines import METHODS
+from sparsevd.compare import CompareConfig, compare
+
+NETS = ("lenet-300-100", "lenet-5-caffe")
+SEEDS = {
+    "sparse-vd": range(5),
+    "dense": range(3),
+    "pruning": range(3),
+    "surgery": range(3),
+    "soft-weight-sharing": range(3),
+}
+# Error in %, sparsity per layer in %, fewer weights: the paper's table.
+PAPER: dict[tuple[str, str], tuple[float, str, float]] = {
+    ("lenet-300-100", "dense"): (1.64, "–", 1),
+    ("lenet-300-100", "pruning"): (1.59, "92.0 – 91.0 – 74.0", 12),
+    ("lenet-300-100", "surgery"): (1.99, "98.2 – 98.2 – 94.5", 56),
+    ("lenet-300-100", "soft-weight-sharing"): (1.94, "–", 23),
+    ("lenet-300-100", "sparse-vd"): (1.92, "98.9 – 97.2 – 62.0", 68),
+    ("lenet-5-caffe", "dense"): (0.80, "–", 1),
+    ("lenet-5-caffe", "pruning"): (0.77, "34 – 88 – 92.0 – 81", 12),
+    ("lenet-5-caffe", "surgery"): (0.91, "86 – 97 – 99.3 – 96", 111),
+    ("lenet-5-caffe", "soft-weight-sharing"): (0.97, "–", 200),
+    ("lenet-5-caffe", "sparse-vd"): (0.75, "67 – 98 – 99.8 – 95", 280),
+}
+
+
+def rival(net: str, method: str, seed: int, epochs: int) -> dict[str, Any]:
+    config = CompareConfig(net=net, methods=(method,), seed=seed, epochs=epochs, out=Path("runs/table1"))
+    (record,) = compare(config)
+    command = f"sparsevd compare --net {net} --methods {method} --epochs {epochs} --seed {seed}"
+    kept = ("settings", "error", "ratio", "per_layer", "elbo", "seconds", "threads")
+    return {key: record[key] for key in kept} | {
+        "error_before_threshold": record["error_before_threshold"],
+        "command": command,
+    }
+
+
+def sparse_vd(net: str, seed: int, epochs: int, recipe: str) -> dict[str, Any]:
+    out = Path("runs") / (f"{net}-seed{seed}" if recipe == "default" else f"{net}-{recipe}-seed{seed}")
+    command = ["train", "--model", net, "--data", "mnist", "--recipe", recipe, "--epochs", str(epochs)]
+    command += ["--seed", str(seed), "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "sparsevd.cli", *command, "--resume"], check=True)
+    summary = json.loads((out / "summary.json").read_text())
+    return {
+        "settings": summary["config"],
+        "error": summary["test_error"],
+        "error_before_threshold": summary["test_error_before_pruning"],
+        "ratio": summary["ratio"],
+        "per_layer": [
+            {key: layer[key] for key in ("name", "weights", "kept")} for layer in summary["summary"]["layers"]
+        ],
+        "elbo": summary["elbo"],
+        "seconds": round(summary["training_seconds"], 1),
+        "threads": summary["machine"]["threads"],
+        "command": " ".join(["sparsevd", *command]),
+    }
+
+
+def table(records: Records) -> str:
+    """Markdown, the paper's figures beside ours."""
+    lines = [
+        "| network | method | paper: error %, zeros per layer %, fewer weights | ours: error % | before the threshold "
+        "| zeros per layer % | fewer weights | seeds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for net in NETS:
+        for method in SEEDS:
+            found = records.find(net=net, method=method)
+            for recipe in dict.fromkeys(r.get("recipe") for r in found) or [None]:
+                mine = [r for r in found if r.get("recipe") == recipe]
+                lines.append(_row(net, method, recipe, mine))
+    return "\n".join(lines)
+
+
+def _row(net: str, method: str, recipe: str | None, mine: list[dict[str, Any]]) -> str:
+    error, layers, fewer = PAPER[net, method]
+    title = METHODS[method].title + (f", recipe {recipe}" if recipe and recipe != "default" else "")
+    paper = f"{error:.2f}, {layers}, {fewer}×"
+    if not mine:
+        return f"| {net} | {title} | {paper} | not run | | | | |"
+    before = [r["error_before_threshold"] for r in mine if r["error_before_threshold"] is not None]
+    zeros = " – ".join(
+        f"{statistics.mean(100 * (1 - r['per_layer'][i]['kept'] / r['per_layer'][i]['weights']) for r in mine):.1f}"
+        for i in range(len(mine[0]["per_layer"]))
+    )
+    cells = [
+        _spread([r["error"] for r in mine]),
+        _spread(before) if before else "",
+        zeros,
+        f"{_spread([r['ratio'] for r in mine])}×",
+    ]
+    return f"| {net} | {title} | {paper} | {' | '.join(cells)} | {', '.join(str(r['seed']) for r in mine)} |"
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["run", "table"])
+    parser.add_argument("--net", choices=NETS, action="append")
+    parser.add_argument("--method", choices=SEEDS, action="append")
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the table")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--recipe", default="default", help="of Sparse VD")
+    arguments = parser.parse_args()
+    records = Records("table1")
+    if arguments.action == "run":
+        for net in arguments.net or NETS:
+            for method in arguments.method or SEEDS:
+                for seed in arguments.seeds or SEEDS[method]:
+                    recipe = {"recipe": arguments.recipe} if method == "sparse-vd" else {}
+                    unit = {
+                        "net": net,
+                        "data": "mnist",
+                        "method": method,
+                        "seed": seed,
+                        "epochs": arguments.epochs,
+                        **recipe,
+                    }
+                    if records.find(**unit):
+                        continue
+                    ours = method == "sparse-vd"
+                    run = (
+                        sparse_vd(net, seed, arguments.epochs, arguments.recipe)
+                        if ours
+                        else rival(net, method, seed, arguments.epochs)
+                    )
+                    records.add(**unit, **run)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
