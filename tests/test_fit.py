@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import sparsevd
-from sparsevd.batches import CropsAndFlips, batches
+from sparsevd.batches import Augmented, batches
 from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
 from sparsevd.evaluate import wrong
@@ -322,12 +322,12 @@ def test_a_last_batch_of_one_joins_the_one_before():
     sparsevd.fit(network(norm=True), (x, y), None, FEW, progress=False)
 
 
-def test_crops_and_flips_are_windows_of_the_padded_image():
+def test_augmented_images_are_windows_of_the_padded_image():
     images = torch.randn(40, 2, 6, 5)
     numbers = torch.arange(40)  # as targets: which image it was
     padded = F.pad(images, [4] * 4)
     seen = set()
-    for x, y in batches(CropsAndFlips(images, numbers), 16, shuffle=True):
+    for x, y in batches(Augmented((images, numbers), shift=4, mirror=True), 16, shuffle=True):
         for image, number in zip(x, y, strict=True):
             found = [
                 (top, left, mirrored)
@@ -339,16 +339,20 @@ def test_crops_and_flips_are_windows_of_the_padded_image():
     assert len(seen) > 20
     assert {mirrored for _, _, mirrored in seen} == {False, True}
     # What is measured is the image itself.
-    assert torch.equal(next(batches(CropsAndFlips(images, numbers), 40, shuffle=False))[0], images)
+    assert torch.equal(next(batches(Augmented((images, numbers), shift=4), 40, shuffle=False))[0], images)
 
 
-def test_fit_trains_on_crops_and_flips():
-    data = CropsAndFlips(torch.randn(60, 1, 4, 4), torch.randint(0, 2, (60,)))
+def test_fit_trains_on_augmented_images():
+    data = Augmented((torch.randn(60, 1, 4, 4), torch.randint(0, 2, (60,))), shift=1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     plain, augmented = copy.deepcopy(model), copy.deepcopy(model)
     sparsevd.fit_dense(plain, tuple(data), None, FEW, progress=False)
     sparsevd.fit_dense(augmented, data, None, FEW, progress=False)
     assert not torch.equal(plain[1].weight, augmented[1].weight)
+    with pytest.raises(ArgumentError, match="shift=9"):
+        Augmented(data, shift=9)
+    with pytest.raises(ArgumentError, match="four dimensions, not 2"):
+        Augmented(problem(), mirror=True)
 
 
 def test_weight_decay_is_for_dense_training():

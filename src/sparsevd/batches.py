@@ -5,7 +5,7 @@ arithmetic of a small net.
 """
 
 from collections.abc import Iterator, Sized
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,38 @@ from sparsevd.errors import ArgumentError
 
 Data = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
 Batch = tuple[Tensor, Tensor]
-CROP_PADDING = 4
 
 
-class CropsAndFlips(NamedTuple):
-    """Images (N, channels, height, width) and targets, of which training sees random crops and mirror images."""
+class Augmented(tuple[Tensor, Tensor]):
+    """A pair of images (N, channels, height, width) and targets; training sees the images shifted and mirrored.
 
-    x: Tensor
-    y: Tensor
+    Each is shifted by up to `shift` pixels either way, with zeros at the edges; with `mirror`, half of them mirrored.
+    """
+
+    shift: int
+    mirror: bool
+
+    def __new__(cls, pair: tuple[Tensor, Tensor], *, shift: int = 0, mirror: bool = False) -> "Augmented":
+        x, y = pair
+        if x.ndim != 4:
+            raise ArgumentError(f"images to shift or mirror must have four dimensions, not {x.ndim}")
+        if isinstance(shift, bool) or not isinstance(shift, int) or not 0 <= shift < max(x.shape[2:]):
+            raise ArgumentError(f"shift={shift!r} must be a number of pixels from 0 to below the size of the image")
+        self = super().__new__(cls, (x, y))
+        self.shift, self.mirror = shift, mirror
+        return self
+
+    def changed(self, images: Tensor) -> Tensor:
+        """Some of the images, as training sees them this time."""
+        n, _, height, width = images.shape
+        top, left = torch.randint(0, 2 * self.shift + 1, (2, n, 1), device=images.device)
+        rows = top + torch.arange(height, device=images.device)
+        columns = left + torch.arange(width, device=images.device)
+        if self.mirror:
+            columns = torch.where(torch.rand(n, 1, device=images.device) < 0.5, columns.flip(1), columns)
+        which = torch.arange(n, device=images.device)[:, None, None]
+        padded = F.pad(images, [self.shift] * 4).permute(0, 2, 3, 1)
+        return padded[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def checked(data: object, name: str) -> Data:
@@ -36,7 +60,7 @@ def checked(data: object, name: str) -> Data:
         x, y = data
         if len(x) != len(y) or len(x) == 0:
             raise ArgumentError(f"{name} has {len(x)} inputs and {len(y)} targets; there must be as many, and some")
-        return data if isinstance(data, CropsAndFlips) else (x, y)
+        return data if isinstance(data, Augmented) else (x, y)
     if isinstance(data, Dataset | DataLoader):
         return data
     raise ArgumentError(f"{name} is a {type(data).__name__}; give a pair of tensors (x, y), a Dataset or a DataLoader")
@@ -74,8 +98,7 @@ def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
                 yield x[start:end], y[start:end]
             else:
                 chosen = order[start:end].to(x.device)
-                images = _cropped_and_flipped(x[chosen]) if isinstance(data, CropsAndFlips) else x[chosen]
-                yield images, y[chosen]
+                yield data.changed(x[chosen]) if isinstance(data, Augmented) else x[chosen], y[chosen]
             start = end
         return
     if isinstance(data, IterableDataset):
@@ -85,16 +108,3 @@ def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ArgumentError(f"a batch must be a pair (x, y); the data gave a {type(batch).__name__}")
         yield batch[0], batch[1]
-
-
-def _cropped_and_flipped(images: Tensor) -> Tensor:
-    """Each image shifted by up to CROP_PADDING pixels either way, zeros at the edges, and half of them mirrored."""
-    n, _, height, width = images.shape
-    padded = F.pad(images, [CROP_PADDING] * 4)
-    top, left = torch.randint(0, 2 * CROP_PADDING + 1, (2, n, 1), device=images.device)
-    rows = top + torch.arange(height, device=images.device)
-    columns = left + torch.arange(width, device=images.device)
-    mirrored = torch.rand(n, 1, device=images.device) < 0.5
-    columns = torch.where(mirrored, columns.flip(1), columns)
-    which = torch.arange(n, device=images.device)[:, None, None]
-    return padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -79,7 +79,8 @@ def train(
     pretrain_weight_decay: Annotated[
         float, typer.Option(help="Weight decay in the dense training.")
     ] = _RUN.pretrain_weight_decay,
-    augment: Annotated[bool, typer.Option("--augment", help="Train on random crops and mirror images.")] = _RUN.augment,
+    shift: Annotated[int, typer.Option(help="Train on images shifted by up to so many pixels.")] = _RUN.shift,
+    mirror: Annotated[bool, typer.Option("--mirror", help="Train on mirror images too.")] = _RUN.mirror,
     init_from: Annotated[
         Path | None, typer.Option(help="Checkpoint or safetensors file to take the first weights from.")
     ] = None,
@@ -110,7 +111,8 @@ def train(
         pretrain_epochs=given.get("pretrain_epochs", chosen.pretrain_epochs),
         pretrain_learning_rate=pretrain_learning_rate,
         pretrain_weight_decay=pretrain_weight_decay,
-        augment=augment,
+        shift=shift,
+        mirror=mirror,
         init_from=init_from,
         threshold=threshold,
         resume=resume,
@@ -285,7 +287,8 @@ def compare(
     val_size: Annotated[
         int, typer.Option(help="Measure on so many held-out training examples instead of the test set.")
     ] = _RUN.val_size,
-    augment: Annotated[bool, typer.Option("--augment", help="Train on random crops and mirror images.")] = _RUN.augment,
+    shift: Annotated[int, typer.Option(help="Train on images shifted by up to so many pixels.")] = _RUN.shift,
+    mirror: Annotated[bool, typer.Option("--mirror", help="Train on mirror images too.")] = _RUN.mirror,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
     cards: Annotated[bool, typer.Option("--cards", help="Describe the methods, and train nothing.")] = False,
 ) -> None:
@@ -306,7 +309,8 @@ def compare(
         batch_size=batch_size,
         seed=seed,
         val_size=val_size,
-        augment=augment,
+        shift=shift,
+        mirror=mirror,
         data_dir=data_dir,
     )
     try:

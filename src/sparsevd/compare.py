@@ -36,7 +36,8 @@ class CompareConfig:
     batch_size: int = 100
     seed: int = 0
     val_size: int = 0  # above 0, errors are those on so many held-out training examples: for choosing settings
-    augment: bool = False
+    shift: int = 0  # as in RunConfig
+    mirror: bool = False
     data_dir: Path | None = None
 
 
@@ -62,7 +63,8 @@ def compare(
             data=config.data,
             data_dir=config.data_dir,
             val_size=config.val_size,
-            augment=config.augment,
+            shift=config.shift,
+            mirror=config.mirror,
             fit=FitConfig(seed=config.seed),
         )
     )
@@ -80,7 +82,8 @@ def compare(
             "epochs": config.epochs,
             "batch_size": config.batch_size,
             "held_out": config.val_size,
-            "augment": config.augment,
+            "shift": config.shift,
+            "mirror": config.mirror,
             "settings": json.loads(json.dumps(asdict(method))),  # type: ignore[call-overload]
         }
         known = next((r for r in records if all(r.get(key) == value for key, value in asked.items())), None)

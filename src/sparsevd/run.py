@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsevd import atomic, data, kernels, models
-from sparsevd.batches import CropsAndFlips, Data, batches, checked, size
+from sparsevd.batches import Augmented, Data, batches, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
 from sparsevd.errors import ArgumentError
@@ -51,7 +51,8 @@ class RunConfig:
     pretrain_epochs: int = 0  # dense training before Sparse VD
     pretrain_learning_rate: float = 1e-3
     pretrain_weight_decay: float = 0.0
-    augment: bool = False  # train on random crops and mirror images
+    shift: int = 0  # train on images shifted by up to so many pixels
+    mirror: bool = False  # ... and half of them mirrored
     init_from: Path | None = None
     threshold: float = THRESHOLD
     resume: bool = False
@@ -197,10 +198,10 @@ def load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
     val: Data | None = None
     if config.val_size:
         train, val = split(train, config.val_size, config.fit.seed)
-    if config.augment:
-        if not isinstance(train, tuple) or train[0].ndim != 4:
-            raise ArgumentError("--augment needs the training data as a pair of tensors, the first of them images")
-        train = CropsAndFlips(*train)
+    if config.shift or config.mirror:
+        if not isinstance(train, tuple):
+            raise ArgumentError("--shift and --mirror need the training data as a pair of tensors (x, y)")
+        train = Augmented(train, shift=config.shift, mirror=config.mirror)
     return train, val, test, classes
 
 
