@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "lenet_300_100.json"
+from records import Records
+
 SEEDS = range(5)
 # What a variant adds to the command, and to the environment.
 VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -36,12 +36,13 @@ def main() -> None:
     parser.add_argument("action", nargs="?", choices=["run", "table"], default="run")
     parser.add_argument("--variant", choices=VARIANTS, default="recipe")
     arguments = parser.parse_args()
+    records = Records("lenet_300_100")
     if arguments.action == "run":
         for seed in SEEDS:
-            if not any(r["seed"] == seed and r["variant"] == arguments.variant for r in read()):
-                write(train(arguments.variant, seed))
+            if not records.find(variant=arguments.variant, seed=seed):
+                records.add(**train(arguments.variant, seed))
     for variant in VARIANTS:
-        print(describe(variant, [record for record in read() if record["variant"] == variant]))
+        print(describe(variant, sorted(records.find(variant=variant), key=lambda record: record["seed"])))
 
 
 def train(variant: str, seed: int) -> dict[str, Any]:
@@ -53,29 +54,15 @@ def train(variant: str, seed: int) -> dict[str, Any]:
     subprocess.run([*program, *command, "--resume"], check=True, env={**os.environ, **environment})
     summary = json.loads((out / "summary.json").read_text())
     return {
-        "item": "lenet-300-100",
         "variant": variant,
         "seed": seed,
         "command": " ".join([*(f"{key}={value}" for key, value in environment.items()), "sparsevd", *command]),
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, text=True).strip(),
-        **{key: value for key, value in summary.items() if key not in ("command", "summary", "finished")},
+        **{key: value for key, value in summary.items() if key not in ("command", "summary", "finished", "versions")},
         "per_layer": [
             {"name": layer["name"], "weights": layer["weights"], "kept": layer["kept"]}
             for layer in summary["summary"]["layers"]
         ],
     }
-
-
-def read() -> list[dict[str, Any]]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-
-
-def write(record: dict[str, Any]) -> None:
-    """Add a record; read anew before, since another variant may be running at the same time."""
-    records = sorted([*read(), record], key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
-    temporary = RESULTS.with_suffix(".tmp")
-    temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in records) + "\n]\n")
-    temporary.replace(RESULTS)
 
 
 def describe(variant: str, records: list[dict[str, Any]]) -> str:
