@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsevd import functional, kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.sampling import sample, select, spread
+from sparsevd.sampling import sample, sample_part
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
 THRESHOLD = 3.0
@@ -93,12 +93,8 @@ class SparseLayer(nn.Module):
         variance_dtype = self.variance_dtype or self.log_sigma2.dtype
         if self.part is None:
             return sample(self, input, self.weight, self.bias, self.log_sigma2, variance_dtype, *shape)
-        input = select(input, self.channel, self.part.inputs)
-        output = sample(self, input, self.weight, None, self.log_sigma2, variance_dtype, *shape)
-        output = spread(output, self.channel, self.part.units, self._units())
-        if self.bias is None:
-            return output
-        return output + self.bias.view(-1, *[1] * (-1 - self.channel))
+        part = (self.part.inputs, self.part.units, self._units())
+        return sample_part(self, input, self.weight, self.bias, self.log_sigma2, variance_dtype, part, *shape)
 
     def can_contract(self) -> bool:
         """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""

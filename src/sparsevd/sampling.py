@@ -42,6 +42,26 @@ def sample(
     return way(linear_map, input, weight, bias, log_sigma2, variance_dtype, *shape)
 
 
+def sample_part(
+    linear_map: LinearMap,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    log_sigma2: Tensor,
+    variance_dtype: torch.dtype,
+    part: tuple[Tensor, Tensor, int],
+    *shape: Any,
+) -> Tensor:
+    """The same where the weight has only some inputs and some of `size` units; the other units give out their bias."""
+    inputs, units, size = part
+    if _can_fuse(input, weight, log_sigma2, variance_dtype) and _all_in_c(linear_map, input, weight, variance_dtype):
+        return _FusedPart.apply(input, weight, bias, log_sigma2, *part)  # type: ignore[no-any-return,no-untyped-call]
+    input = select(input, linear_map.channel, inputs)
+    output = sample(linear_map, input, weight, None, log_sigma2, variance_dtype, *shape)
+    output = spread(output, linear_map.channel, units, size)
+    return output if bias is None else output + bias.view(-1, *[1] * (-1 - linear_map.channel))
+
+
 def _can_fuse(input: Tensor, weight: Tensor, log_sigma2: Tensor, variance_dtype: torch.dtype) -> bool:
     return (
         variance_dtype in (torch.float32, torch.bfloat16)
@@ -78,11 +98,16 @@ def fused(
     variance_dtype: torch.dtype,
     *shape: Any,
 ) -> Tensor:
-    matrices = linear_map.channel == -1 and input.is_contiguous() and 0 not in (input.numel(), weight.numel())
-    if matrices and variance_dtype is torch.float32 and kernels.sgemm() is not None:
+    if _all_in_c(linear_map, input, weight, variance_dtype):
         return _FusedLinear.apply(input, weight, bias, log_sigma2)  # type: ignore[no-any-return,no-untyped-call]
     arguments = (linear_map, input, weight, bias, log_sigma2, variance_dtype, shape)
     return _Fused.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _all_in_c(linear_map: LinearMap, input: Tensor, weight: Tensor, variance_dtype: torch.dtype) -> bool:
+    """Whether this is a product of matrices that the kernels do whole."""
+    matrices = linear_map.channel == -1 and input.is_contiguous() and 0 not in (input.numel(), weight.numel())
+    return matrices and variance_dtype is torch.float32 and kernels.sgemm() is not None
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -100,6 +125,42 @@ class _FusedLinear(torch.autograd.Function):
         input, weight, log_sigma2, slope = ctx.saved_tensors
         wants_input, _, wants_bias, _ = ctx.needs_input_grad
         return kernels.linear_backward(grad.contiguous(), slope, input, weight, log_sigma2, wants_bias, wants_input)
+
+
+class _FusedPart(torch.autograd.Function):
+    """The part of a fully-connected layer that is left: one function, since on small networks each costs as much."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        log_sigma2: Tensor,
+        inputs: Tensor,
+        units: Tensor,
+        size: int,
+    ) -> Tensor:
+        chosen = input.index_select(-1, inputs)
+        part_bias = None if bias is None else bias.index_select(0, units)
+        output, slope = kernels.linear_forward(chosen, weight, part_bias, log_sigma2, kernels.fresh_seed())
+        ctx.save_for_backward(chosen, weight, log_sigma2, slope, inputs, units)
+        ctx.width = input.shape[-1]
+        whole = input.new_empty(*input.shape[:-1], size)
+        whole = whole.zero_() if bias is None else whole.copy_(bias)
+        return whole.index_copy_(-1, units, output)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        chosen, weight, log_sigma2, slope, inputs, units = ctx.saved_tensors
+        wants_input, _, wants_bias, *_ = ctx.needs_input_grad
+        arguments = (grad.index_select(-1, units), slope, chosen, weight, log_sigma2, False, wants_input)
+        grad_input, grad_weight, _, grad_log_sigma2 = kernels.linear_backward(*arguments)
+        if grad_input is not None:
+            grad_input = _spread(grad_input, -1, inputs, ctx.width)
+        grad_bias = grad.flatten(0, -2).sum(0) if wants_bias else None
+        return grad_input, grad_weight, grad_bias, grad_log_sigma2, None, None, None
 
 
 class _Fused(torch.autograd.Function):
