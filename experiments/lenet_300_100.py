@@ -35,10 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", nargs="?", choices=["run", "table"], default="run")
     parser.add_argument("--variant", choices=VARIANTS, default="recipe")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     arguments = parser.parse_args()
     records = Records("lenet_300_100")
     if arguments.action == "run":
-        for seed in SEEDS:
+        for seed in arguments.seeds:
             if not records.find(variant=arguments.variant, seed=seed):
                 records.add(**train(arguments.variant, seed))
     for variant in VARIANTS:
