@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from records import chart
 
 import sparsevd
 from sparsevd import compress, data, pack
@@ -192,6 +193,37 @@ def table(records: list[dict[str, Any]]) -> None:
             print(f"ablation  {choice}: {_mean(r['ablation'][choice] for r in runs)}")
 
 
+# Complete files of others, in bytes, and their test errors in %.
+PUBLISHED = {
+    "lenet-300-100": [("entropy-penalised reparametrisation", 8560, 1.9)],
+    "lenet-5-caffe": [("MIRACLE", 1520, 0.96), ("MIRACLE", 3030, 0.69), ("Bayesian Compression", 2300, 1.0)],
+}
+
+
+def figure(records: list[dict[str, Any]]) -> None:
+    """Size against error: the posterior at all steps, a curve per run, and the others' points."""
+    drawing, axes, path = chart("file_size", len(PUBLISHED), figsize=(9, 3.4))
+    for axis, (model, points) in zip(axes, PUBLISHED.items(), strict=True):
+        for run in (record for record in records if record["model"] == model):
+            curve = [(point["bytes"] / 1000, point["error"]) for point in run["posterior"].values()]
+            axis.plot(*zip(*curve, strict=True), "o-", color="#c1272d", markersize=3, linewidth=1)
+            axis.plot([run["lossless"]["bytes"] / 1000], [run["pruned_error"]], "s", color="#0000a7", markersize=4)
+        for name, size, error in points:
+            axis.plot([size / 1000], [error], "k*")
+            left = size > 5000  # of the point, where there is room
+            place = {"xytext": (-5 if left else 5, -9), "ha": "right" if left else "left"}
+            axis.annotate(name, (size / 1000, error), textcoords="offset points", fontsize=7, **place)
+        axis.set(xlabel="bytes of the complete file, thousands", ylabel="test error, %", title=model, xscale="log")
+        ticks = [1.5, 2, 3, 4, 6, 8, 12]
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+    axes[0].plot([], [], "o-", color="#c1272d", markersize=3, label="posterior, 0.5 to 8 σ; a line per run")
+    axes[0].plot([], [], "s", color="#0000a7", markersize=4, label="lossless")
+    axes[0].plot([], [], "k*", label="published by others")
+    axes[0].legend(fontsize=7)
+    drawing.savefig(path, metadata={"Date": None})
+
+
 def _mean(values: Any) -> str:
     values = list(values)
     digits = 0 if min(values) > 100 else 3
@@ -210,6 +242,7 @@ def main() -> None:
         records.append(measure(folder))
         RESULTS.write_text(json.dumps(records, indent=1) + "\n")
     table(records)
+    figure(records)
 
 
 if __name__ == "__main__":
