@@ -159,7 +159,7 @@ class _FusedPart(torch.autograd.Function):
         grad_input, grad_weight, _, grad_log_sigma2 = kernels.linear_backward(*arguments)
         if grad_input is not None:
             grad_input = _spread(grad_input, -1, inputs, ctx.width)
-        grad_bias = grad.flatten(0, -2).sum(0) if wants_bias else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
         return grad_input, grad_weight, grad_bias, grad_log_sigma2, None, None, None
 
 

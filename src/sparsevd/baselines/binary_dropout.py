@@ -2,7 +2,7 @@
 
 Suggested settings: 0.2 for the network's input and 0.5 for the inputs of later fully-connected layers, as the
 authors.
-Known negatives: it regularises and makes nothing sparse; small networks, such as these, train longer and gain little.
+Known negatives: it regularises and makes nothing sparse.
 Departs from the original: Adam, and no limit on the norm of a unit's weights. Dropout modules of the network stay,
 besides.
 """

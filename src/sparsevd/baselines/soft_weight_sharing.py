@@ -5,7 +5,8 @@ with them; one component is fixed at zero with a large fixed proportion. The los
 Gamma priors on the precisions)/N. The weights gather around the means; at the end each weight takes the mean of the
 component most responsible for it, and those of the zero component are zero.
 
-Suggested settings: `tau` and `zero_proportion` decide the sparsity.
+Suggested settings: `tau` and `zero_proportion` decide the sparsity. The rates and priors are near those of the authors'
+tutorial; not yet tuned on held-out data for our budgets.
 Known negatives: slow, J passes over all weights a step; the last rounding costs accuracy where the mixture has not
 become sharp.
 Departs from the original: components are not merged afterwards (that changes the code book, not the zeros); biases

@@ -6,8 +6,8 @@ product updates all of W, so that a masked weight can grow back. From time to ti
 mean + c·deviation of |W| in the layer of the trained network. At last the masks are held and the rest
 is trained.
 
-Suggested settings: `c` decides the sparsity, 1 to 3.
-Known negatives: every layer wants a c of its own; one for all, as here, leaves the last layer denser than published.
+Suggested settings: `c` decides the sparsity. The defaults are guesses, not yet tuned on held-out data.
+Known negatives: the authors choose a c for every layer; one for all, as here, may suit none of them.
 Departs from the original: one c for all layers; convolutions and fully-connected layers are cut together, not one
 kind after the other; the schedule is given in parts of the budget.
 """
