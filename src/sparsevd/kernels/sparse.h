@@ -146,24 +146,46 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
 }
 
 /* A single output per filter: there is nothing to spread over lanes. Sums of neighbouring filters overlap. */
+/* Gathering, which compilers make of such a loop, is slower than one number at a time; this keeps them from it. */
+#define ONE_AT_A_TIME __asm__ volatile("")
+
 TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, float *out) {
   const struct sparse_layer *layer = t.layer;
   const int32_t *order = layer->order, *starts = layer->starts; /* read once: the compiler cannot know that out is apart */
   const float *bias = layer->bias, low = layer->low, high = layer->high;
   const ptrdiff_t step = layer->out_plane;
-  const struct nonzero *k = layer->nonzeros + starts[t.first];
-  for (int32_t i = t.first; i < t.last; i++) {
-    const struct nonzero *end = layer->nonzeros + starts[i + 1];
-    const int32_t filter = order[i];
-    float a = bias[filter], b = 0;
-    for (; k + 2 <= end; k += 2) {
-      a += k[0].weight * in[k[0].offset];
-      b += k[1].weight * in[k[1].offset];
+  for (int32_t i = t.first; i < t.last;) {
+    const struct nonzero *k = layer->nonzeros + starts[i];
+    const ptrdiff_t count = starts[i + 1] - starts[i];
+    /* Filters are sorted by count: often four are alike, and share a loop, with one end to foresee. */
+    const int alike = i + 4 <= t.last && starts[i + 2] - starts[i + 1] == count &&
+                      starts[i + 3] - starts[i + 2] == count && starts[i + 4] - starts[i + 3] == count;
+    float a = 0, b = 0, c = 0, d = 0;
+    if (alike) {
+      for (const struct nonzero *end = k + count; k < end; k++) {
+        const struct nonzero *second = k + count, *third = second + count, *fourth = third + count;
+        ONE_AT_A_TIME;
+        a += k->weight * in[k->offset];
+        b += second->weight * in[second->offset];
+        c += third->weight * in[third->offset];
+        d += fourth->weight * in[fourth->offset];
+      }
+    } else {
+      const struct nonzero *end = k + count;
+      for (; k + 2 <= end; k += 2) {
+        ONE_AT_A_TIME;
+        a += k[0].weight * in[k[0].offset];
+        b += k[1].weight * in[k[1].offset];
+      }
+      if (k < end) a += k->weight * in[k->offset];
+      a += b;
     }
-    if (k < end) a += k->weight * in[k->offset], k++;
-    a += b;
-    a = a < low ? low : a;
-    out[step * filter] = a > high ? high : a;
+    const float sum[4] = {a, b, c, d};
+    for (int row = 0; row < (alike ? 4 : 1); row++, i++) {
+      float value = sum[row] + bias[order[i]];
+      value = value < low ? low : value;
+      out[step * order[i]] = value > high ? high : value;
+    }
   }
 }
 
