@@ -9,6 +9,9 @@
 ptrdiff_t sparsevd_blocks(ptrdiff_t n);
 int sparsevd_supports(int set);
 double sparsevd_kl(int, int, ptrdiff_t, const float *, const float *, float *, float *, double *);
+struct adam;
+void sparsevd_adam(int, int, ptrdiff_t, const struct adam *, float *, const float *, float *, float *, float *,
+                   const float *, float *, float *);
 void sparsevd_sample(int, int, ptrdiff_t, uint64_t, float *, float *, float *);
 void sparsevd_exp(int, int, ptrdiff_t, const float *, float *);
 void sparsevd_exp_bf16(int, int, ptrdiff_t, const float *, uint16_t *);
@@ -50,6 +53,10 @@ int main(void) {
       float *theta = array(n, 0.1f), *log_sigma2 = array(n, -3.0f), *a = array(n, 0), *b = array(n, 0);
       double *sums = malloc(sizeof(double) * (sparsevd_blocks(n) + !n));
       sparsevd_kl(set, 2, n, theta, log_sigma2, a, b, sums);
+      const float settings[7] = {1e-4f, 0.9f, 0.99f, 0.1f, 1e-8f, 1e-2f, 1e-3f};
+      float *m = array(n, 0), *v = array(n, 0.1f), *m2 = array(n, 0), *v2 = array(n, 0.1f);
+      sparsevd_adam(set, 2, n, (const struct adam *)(const void *)settings, theta, a, m, v, log_sigma2, b, m2, v2);
+      free(m), free(v), free(m2), free(v2);
       sparsevd_sample(set, 2, n, 5, theta, a, b);
       sparsevd_sample(set, 2, n, 5, theta, a, NULL);
       uint16_t *half = malloc(sizeof(uint16_t) * (n ? n : 1));

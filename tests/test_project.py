@@ -22,6 +22,7 @@ ORDER = [
     "layers",
     "convert",
     "objective",
+    "optimizer",
     "summary",
     "graph",
     "compact",

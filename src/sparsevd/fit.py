@@ -25,7 +25,8 @@ from sparsevd.batches import Data, batches, checked, size
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.evaluate import Loss, device_of, elbo, evaluate, wrong
 from sparsevd.layers import SparseLayer
-from sparsevd.objective import elbo_loss, kl, sparse_layers, warm_up
+from sparsevd.objective import kl, sparse_layers, warm_up
+from sparsevd.optimizer import BoundAdam
 from sparsevd.progressive import contracted, drop, zero_for_good
 from sparsevd.run_folder import EpochMetrics, RunFolder, State
 from sparsevd.summary import summary
@@ -161,7 +162,9 @@ def _fit(
     device = device_of(model)
     in_memory = torch.channels_last if config.channels_last and device.type == "cpu" else torch.contiguous_format
     _set_memory_format(model, in_memory)
-    optimizer = _optimizer(model, config)
+    optimizer = BoundAdam(
+        model, config.learning_rate, config.log_sigma2_lr_ratio, config.adam_beta2, config.weight_decay
+    )
     for layer in layers:
         if config.variance_dtype is not None:
             layer.variance_dtype = VARIANCE_DTYPES[config.variance_dtype]
@@ -194,14 +197,14 @@ def _fit(
                     if x.ndim == 4:
                         x = x.contiguous(memory_format=in_memory)
                     done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
-                    _set_learning_rate(optimizer, DECAYS[config.decay](done))
+                    optimizer.set_learning_rate(DECAYS[config.decay](done))
+                    optimizer.kl_weight = beta_at(done) / n  # mean NLL + β·KL/N: eq. 3 and 4 divided by −N
 
                     output = model(x)
                     nll = loss(output, y)
-                    objective = elbo_loss(nll, model, n_train=n, beta=beta_at(done)) if layers else nll
                     for parameter in parameters:
                         parameter.grad = None
-                    objective.backward()  # type: ignore[no-untyped-call]
+                    nll.backward()  # type: ignore[no-untyped-call]
                     value = nll.item()
                     if not math.isfinite(value):
                         _diverged(value, model, state, folder)
@@ -263,27 +266,6 @@ def _number_of_examples(train: Data, n_train: int | None) -> int:
     return n_train
 
 
-def _optimizer(model: nn.Module, config: FitConfig) -> torch.optim.AdamW:
-    """Adam with one group for the weights and one, at its own rate, for log σ²."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
-    log_sigma2 = {module.log_sigma2 for module in model.modules() if isinstance(module, SparseLayer)}
-    noise = [p for p in trained if p in log_sigma2]
-    rest = [p for p in trained if p not in log_sigma2]
-    groups = [
-        {"params": rest, "base_lr": config.learning_rate},
-        {"params": noise, "base_lr": config.learning_rate * config.log_sigma2_lr_ratio},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=config.learning_rate,
-        betas=(0.9, config.adam_beta2),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-
-
 def _keeping(
     first: list[tuple[Tensor, Tensor]], data: Iterator[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -299,11 +281,6 @@ def _bound_on(model: nn.Module, data: list[tuple[Tensor, Tensor]], loss: Loss, n
     torch.manual_seed(seed)
     x, y = (torch.cat(part) for part in zip(*data, strict=True))
     return elbo(model, (x, y), loss, n)
-
-
-def _set_learning_rate(optimizer: torch.optim.Adam, factor: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
 
 
 def _diverged(loss: float, model: nn.Module, state: State, folder: RunFolder) -> None:

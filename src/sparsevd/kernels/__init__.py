@@ -43,6 +43,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     common = [_INT, _INT, _SIZE]  # instruction set, threads, how many numbers
     kernels.sparsevd_blocks.argtypes, kernels.sparsevd_blocks.restype = [_SIZE], _SIZE
     kernels.sparsevd_kl.argtypes, kernels.sparsevd_kl.restype = [*common, *[_POINTER] * 5], ctypes.c_double
+    kernels.sparsevd_adam.argtypes, kernels.sparsevd_adam.restype = [*common, *[_POINTER] * 9], None
     kernels.sparsevd_sample.argtypes, kernels.sparsevd_sample.restype = [*common, _SEED, *[_POINTER] * 3], None
     for name in ("sparsevd_exp", "sparsevd_exp_bf16", "sparsevd_times_exp"):
         function = getattr(kernels, name)
@@ -118,6 +119,17 @@ def kl_with_gradients(theta: Tensor, log_sigma2: Tensor, instruction_set: int = 
     """The summed KL of one tensor of weights and its gradients with respect to θ and log σ²."""
     value, (grad_theta, grad_log_sigma2) = _kl_and_gradients((theta, log_sigma2), instruction_set)
     return torch.tensor(value, dtype=torch.float32, device="cpu"), grad_theta, grad_log_sigma2
+
+
+def adam_step_(*tensors: Tensor, settings: Sequence[float], instruction_set: int = BEST) -> None:
+    """One step of Adam in place, with the gradient of the KL made on the way.
+
+    Args:
+        tensors: θ, its gradient from the data, Adam's two averages for it; then the same four of log σ².
+        settings: the weight of the KL, β₁, β₂, √(1 − β₂ᵗ), ε, and the rates of θ and log σ² divided by 1 − β₁ᵗ.
+    """
+    adam = (ctypes.c_float * 7)(*settings)
+    _library().sparsevd_adam(*_common(instruction_set, tensors[0]), adam, *map(_pointer, tensors))
 
 
 def sample_(

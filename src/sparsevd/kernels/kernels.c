@@ -61,6 +61,18 @@ double sparsevd_kl(int set, int threads, ptrdiff_t n, const float *theta, const 
   return sum;
 }
 
+/* One step of Adam on the data's gradients and the KL's, for n pairs (theta, log sigma^2). Each of the two comes with its
+   gradient and Adam's two averages. */
+void sparsevd_adam(int set, int threads, ptrdiff_t n, const struct adam *adam, float *theta, const float *grad_theta,
+                   float *mean_theta, float *square_theta, float *log_sigma2, const float *grad_log_sigma2,
+                   float *mean_log_sigma2, float *square_log_sigma2) {
+  const struct train_kernels *kernels = numbered(set);
+  FOR_EACH_BLOCK
+  kernels->adam_block(adam, theta + start, grad_theta + start, mean_theta + start, square_theta + start,
+                      log_sigma2 + start, grad_log_sigma2 + start, mean_log_sigma2 + start, square_log_sigma2 + start,
+                      COUNT);
+}
+
 /* gamma becomes gamma + sqrt(delta) epsilon with the noise of this seed, and delta the slope of that with respect to
    delta. epsilon, if not null, gets the noise. */
 void sparsevd_sample(int set, int threads, ptrdiff_t n, uint64_t seed, float *gamma, float *delta, float *epsilon) {

@@ -5,6 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* A step of Adam. rates: those of theta and log sigma^2, divided by 1 - beta1^step; deviation: sqrt(1 - beta2^step). */
+struct adam {
+  float kl_weight, beta1, beta2, deviation, epsilon, rates[2];
+};
+
 struct train_kernels {
   double (*kl_block)(const float *theta, const float *log_sigma2, float *grad_theta, float *grad_log_sigma2,
                      ptrdiff_t n);
@@ -15,6 +20,9 @@ struct train_kernels {
   void (*times_exp_block)(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n);
   void (*multiply_block)(const float *a, const float *b, float *c, ptrdiff_t n);
   void (*add_twice_product_block)(const float *a, const float *b, float *c, ptrdiff_t n);
+  void (*adam_block)(const struct adam *adam, float *theta, const float *grad_theta, float *mean_theta,
+                     float *square_theta, float *log_sigma2, const float *grad_log_sigma2, float *mean_log_sigma2,
+                     float *square_log_sigma2, ptrdiff_t n);
 };
 
 extern const struct train_kernels train_kernels_generic;
