@@ -22,12 +22,10 @@ SEEDS = range(5)
 # What a variant adds to the command, and to the environment.
 VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "recipe": ([], {}),
-    "late": (
-        ["--drop-patience", "1000"],
-        {},
-    ),  # whole inputs and units not earlier than single weights
     "bfloat16": (["--variance-dtype", "bfloat16"], {}),
     "plain": (["--drop-from", "1"], {"SPARSEVD_KERNELS": "0"}),
+    "fast": (["--recipe", "fast"], {}),
+    "sparsest": (["--recipe", "sparsest"], {}),
 }
 
 

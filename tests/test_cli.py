@@ -272,7 +272,7 @@ def test_recipes_are_named_and_options_override_them(user_folder):
     assert paper["learning_rate"] == 1e-4
     assert paper["drop_from"] == 1
     # An option with its default value is still an option that was given.
-    assert run("--recipe", "paper", "--epochs", "1", "--learning-rate", "0.002")["learning_rate"] == 0.002
-    assert run("--epochs", "1")["learning_rate"] == 0.002
+    assert run("--recipe", "paper", "--epochs", "1", "--learning-rate", "0.004")["learning_rate"] == 0.004
+    assert run("--epochs", "1")["learning_rate"] == 0.004
     listed = CliRunner().invoke(app, ["train", "--recipe", "list"])
     assert "paper-pretrained" in listed.output
