@@ -23,10 +23,10 @@ from sparsevd.summary import summary
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPARSE = ["pruning", "surgery", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]
 # Thresholds and priors are made for layers with many weights, of which most do not matter.
-FOR_SMMETHODS_NETWORKS = {
+FOR_SMALL_NETWORKS = {
     "pruning": {"quality": 0.6, "learning_rate": 1e-2, "retraining_rate": 5e-3},
     "surgery": {"c": 0.0, "dense_rate": 1e-2},
-    "soft-weight-sharing": {"tau": 0.1, "learning_rate": 1e-2},
+    "soft-weight-sharing": {"batch_size_factor": 2, "tau": 0.1, "learning_rate": 1e-2},
     "binary-dropout": {"rate": 0.2, "learning_rate": 5e-3},
     "gaussian-dropout": {"rate": 0.2, "learning_rate": 5e-3},
     "variational-dropout-unrestricted": {"learning_rate": 1e-2, "log_alpha_lr_ratio": 2.0},
@@ -86,7 +86,7 @@ def test_the_budget_is_spent_and_not_more(name, epochs):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_learns(name):
-    result = trained(name, epochs=20, batch_size=20, **FOR_SMMETHODS_NETWORKS.get(name, {})).network
+    result = trained(name, epochs=20, batch_size=20, **FOR_SMALL_NETWORKS.get(name, {})).network
     assert evaluate(result, problem()).error < 12
     assert (summary(result).ratio > 1.1) == (name in SPARSE), summary(result).ratio
 
@@ -165,6 +165,20 @@ def test_the_mixture_is_the_density_of_torch():
     expected = -oracle.log_prob(weights).sum() - gamma.log_prob(precisions).sum() - shift
     torch.testing.assert_close(mixture.complexity(weights), expected, rtol=1e-4, atol=1e-2)
     assert set(mixture.quantised(weights).tolist()) <= {0.0, *mixture.means.tolist()}
+
+
+def test_gradients_of_the_mixture_are_those_of_autograd():
+    torch.manual_seed(0)
+    weights = (0.1 * torch.randn(5000)).requires_grad_()
+    mixture = Mixture(weights.detach(), SoftWeightSharing())
+    with torch.no_grad():
+        mixture.logits.add_(torch.randn(16))
+    # The Gamma priors go through autograd in both.
+    twin = -torch.logsumexp(mixture.log_components(weights), -1).sum() + mixture.complexity(weights.detach()[:0])
+    learned = [mixture.means, mixture.log_precisions, mixture.logits]
+    mine = torch.autograd.grad(mixture.complexity(weights), [weights, *learned])
+    for got, wanted in zip(mine, torch.autograd.grad(twin, [weights, *learned]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-2)
 
 
 def test_soft_weight_sharing_leaves_few_values():
