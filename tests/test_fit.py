@@ -20,6 +20,7 @@ from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
 from sparsevd.evaluate import wrong
 from sparsevd.fit import DECAYS
+from sparsevd.optimizer import BoundAdam
 
 FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
 FEW = sparsevd.FitConfig(epochs=4, batch_size=50)
@@ -159,6 +160,8 @@ def test_wrong_data_is_refused(data, message):
         ("decay", "never"),
         ("weight_decay", -0.5),
         ("drop_from", 1.5),
+        ("late_from", -0.1),
+        ("late_log_sigma2_lr_ratio", 0.0),
         ("warm_up_end", 2.0),
         ("seed", -1),
     ],
@@ -190,6 +193,17 @@ def test_dropped_weights_stay_zero():
     never = network()
     sparsevd.fit(never, problem(), None, dataclasses.replace(FEW, drop_from=1.0), progress=False)
     assert never[0].alive().all()
+
+
+def test_log_sigma2_catches_up_late_in_the_run(monkeypatch):
+    rates = []
+    monkeypatch.setattr(BoundAdam, "step", lambda self: rates.append([group["lr"] for group in self.param_groups]))
+    config = sparsevd.FitConfig(epochs=10, batch_size=100, log_sigma2_lr_ratio=0.2, late_log_sigma2_lr_ratio=5.0)
+    sparsevd.fit(network(), problem(), None, dataclasses.replace(config, late_from=0.6, drop_from=1.0), progress=False)
+    ratios = [noise / rest for rest, noise in rates]
+    begin = round(0.6 * len(ratios))
+    assert ratios[:begin] == pytest.approx([0.2] * begin)
+    assert ratios[begin:] == pytest.approx([5.0] * (len(ratios) - begin))
 
 
 def test_decays_go_from_one_to_zero():

@@ -48,6 +48,10 @@ def train(
     log_sigma2_lr_ratio: Annotated[
         float, typer.Option(help="Rate of log σ², relative to the learning rate.")
     ] = _FIT.log_sigma2_lr_ratio,
+    late_log_sigma2_lr_ratio: Annotated[
+        float, typer.Option(help="The same at the end of the run, where log σ² catches up.")
+    ] = _FIT.late_log_sigma2_lr_ratio,
+    late_from: Annotated[float, typer.Option(help="Part of the run from which it does; 1: never.")] = _FIT.late_from,
     drop_from: Annotated[
         float, typer.Option(help="Part of the run from which pruned weights are zero for good; 1: never.")
     ] = _FIT.drop_from,

@@ -47,14 +47,16 @@ class FitConfig:
     """The recipe. Only `epochs` needs a thought: the schedules are parts of the run.
 
     Adam's |step| sets how small a useless weight can become, so most of the sparsity appears as the rate goes to zero;
-    log σ² follows slowly, at its own rate, so that no weight is given up before it was tried.
+    log σ² follows slowly, at its own rate, so that no weight is given up before it was tried; at the end it catches up.
     """
 
     epochs: int = 40
     batch_size: int = 100
     learning_rate: float = 4e-3  # falls to zero over the run ...
     decay: str = "cosine"  # ... along half a cosine, or "linear" as in the paper
-    log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights
+    log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights ...
+    late_log_sigma2_lr_ratio: float = 3.0  # ... and when most is decided: it then catches up with the weights ...
+    late_from: float = 0.7  # ... from this part of the run on
     warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
     warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
     # What is above the threshold is dropped for good: once β = 1, inputs and units without any weight below it ...
@@ -72,14 +74,15 @@ class FitConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
-        for name in ("learning_rate", "log_sigma2_lr_ratio"):
+        for name in ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
         if not (isinstance(self.weight_decay, int | float) and 0 <= self.weight_decay < math.inf):
             raise ArgumentError(f"weight_decay={self.weight_decay!r} must be zero or a positive number")
-        if not 0 <= self.drop_from <= 1:
-            raise ArgumentError(f"drop_from={self.drop_from!r} must be a part of the run, from 0 to 1")
+        for name in ("drop_from", "late_from"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ArgumentError(f"{name}={getattr(self, name)!r} must be a part of the run, from 0 to 1")
         if self.variance_dtype not in (None, *VARIANCE_DTYPES):
             raise ArgumentError(f"variance_dtype={self.variance_dtype!r} must be None, {' or '.join(VARIANCE_DTYPES)}")
         if self.decay not in DECAYS:
@@ -162,9 +165,7 @@ def _fit(
     device = device_of(model)
     in_memory = torch.channels_last if config.channels_last and device.type == "cpu" else torch.contiguous_format
     _set_memory_format(model, in_memory)
-    optimizer = BoundAdam(
-        model, config.learning_rate, config.log_sigma2_lr_ratio, config.adam_beta2, config.weight_decay
-    )
+    optimizer = BoundAdam(model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
     for layer in layers:
         if config.variance_dtype is not None:
             layer.variance_dtype = VARIANCE_DTYPES[config.variance_dtype]
@@ -197,7 +198,9 @@ def _fit(
                     if x.ndim == 4:
                         x = x.contiguous(memory_format=in_memory)
                     done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
-                    optimizer.set_learning_rate(DECAYS[config.decay](done))
+                    late = done >= config.late_from
+                    ratio = config.late_log_sigma2_lr_ratio if late else config.log_sigma2_lr_ratio
+                    optimizer.set_learning_rate(config.learning_rate * DECAYS[config.decay](done), ratio)
                     optimizer.kl_weight = beta_at(done) / n  # mean NLL + β·KL/N: eq. 3 and 4 divided by −N
 
                     output = model(x)

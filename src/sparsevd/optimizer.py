@@ -41,17 +41,14 @@ class BoundAdam(torch.optim.AdamW):
         log_sigma2 = {layer.log_sigma2 for layer in self.layers}
         noise = [p for p in trained if p in log_sigma2]
         rest = [p for p in trained if p not in log_sigma2]
-        groups = [
-            {"params": params, "lr": rate, "base_lr": rate}
-            for params, rate in ((rest, learning_rate), (noise, learning_rate * log_sigma2_lr_ratio))
-            if params
-        ]
-        super().__init__(groups, betas=(0.9, beta2), weight_decay=weight_decay, fused=True)
+        groups = [{"params": params, "noise": params is noise} for params in (rest, noise) if params]
+        super().__init__(groups, lr=learning_rate, betas=(0.9, beta2), weight_decay=weight_decay, fused=True)
+        self.set_learning_rate(learning_rate, log_sigma2_lr_ratio)
 
-    def set_learning_rate(self, factor: float) -> None:
-        """Both rates as a part of those at the start."""
+    def set_learning_rate(self, rate: float, log_sigma2_lr_ratio: float) -> None:
+        """The rate of the weights, and that of log σ² relative to it."""
         for group in self.param_groups:
-            group["lr"] = group["base_lr"] * factor
+            group["lr"] = rate * (log_sigma2_lr_ratio if group["noise"] else 1.0)
 
     def step(self) -> None:  # type: ignore[override]
         """One step along the gradients that the data term left, and the KL's."""

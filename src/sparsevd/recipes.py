@@ -24,6 +24,7 @@ _PAPER = FitConfig(
     learning_rate=1e-4,
     decay="linear",
     log_sigma2_lr_ratio=1.0,
+    late_from=1.0,
     drop_from=1.0,
     contract=False,
     adam_beta2=0.999,
