@@ -178,9 +178,10 @@ def nncodec(state: dict[str, torch.Tensor], name: str, splits: data.Splits) -> d
 
 
 def table(records: list[dict[str, Any]]) -> None:
-    for model in sorted({record["model"] for record in records}):
-        runs = [record for record in records if record["model"] == model]
-        print(f"\n{model}: {len(runs)} runs, pruned error {_mean(r['pruned_error'] for r in runs)} %")
+    recipe = {record["run"]: record["run"].rpartition("-seed")[0] for record in records}
+    for name in sorted(set(recipe.values())):
+        runs = [record for record in records if recipe[record["run"]] == name]
+        print(f"\n{name}: {len(runs)} runs, pruned error {_mean(r['pruned_error'] for r in runs)} %")
         ratio = _mean(r["lossless"]["zstd_bytes"] / r["lossless"]["bytes"] for r in runs)
         print(f"lossless {_mean(r['lossless']['bytes'] for r in runs)} bytes, {ratio} times smaller than zstd-19")
         print(f"bytes over the entropy of the coder's own model: {_mean(r['lossless']['over_entropy'] for r in runs)}")

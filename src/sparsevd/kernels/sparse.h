@@ -145,10 +145,10 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
   }
 }
 
-/* A single output per filter: there is nothing to spread over lanes. Sums of neighbouring filters overlap. */
-/* Gathering, which compilers make of such a loop, is slower than one number at a time; this keeps them from it. */
+/* Gathering, which compilers make of a sum over scattered inputs, is slower than loading them one at a time. */
 #define ONE_AT_A_TIME __asm__ volatile("")
 
+/* A single output per filter: there is nothing to spread over lanes. Sums of neighbouring filters overlap. */
 TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, float *out) {
   const struct sparse_layer *layer = t.layer;
   const int32_t *order = layer->order, *starts = layer->starts; /* read once: the compiler cannot know that out is apart */
