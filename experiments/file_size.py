@@ -206,7 +206,8 @@ def figure(records: list[dict[str, Any]]) -> None:
     drawing, axes, path = chart("file_size", len(PUBLISHED), figsize=(9, 3.4))
     for axis, (model, points) in zip(axes, PUBLISHED.items(), strict=True):
         for run in (record for record in records if record["model"] == model):
-            curve = [(point["bytes"] / 1000, point["error"]) for point in run["posterior"].values()]
+            usable = [p for p in run["posterior"].values() if p["error"] < 1.6 * run["pruned_error"]]
+            curve = [(point["bytes"] / 1000, point["error"]) for point in usable]
             axis.plot(*zip(*curve, strict=True), "o-", color="#c1272d", markersize=3, linewidth=1)
             axis.plot([run["lossless"]["bytes"] / 1000], [run["pruned_error"]], "s", color="#0000a7", markersize=4)
         for name, size, error in points:
@@ -218,7 +219,7 @@ def figure(records: list[dict[str, Any]]) -> None:
         ticks = [1.5, 2, 3, 4, 6, 8, 12]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
-    axes[0].plot([], [], "o-", color="#c1272d", markersize=3, label="posterior, 0.5 to 8 σ; a line per run")
+    axes[0].plot([], [], "o-", color="#c1272d", markersize=3, label="posterior, from 0.5 σ on; a line per run")
     axes[0].plot([], [], "s", color="#0000a7", markersize=4, label="lossless")
     axes[0].plot([], [], "k*", label="published by others")
     axes[0].legend(fontsize=7)
