@@ -33,7 +33,7 @@ def adam(model):
     return optimizer
 
 
-INPUTS = {"linear": (12,), "convolution": (3, 6, 6)}
+INPUTS = {"linear": (12,), "convolution": (3, 6, 6), "channels last": (3, 6, 6)}
 
 
 def sparse_model(kind):
@@ -44,7 +44,7 @@ def sparse_model(kind):
         layers = [nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 3, stride=2), nn.Flatten()]
     model = sparsevd.sparsify(nn.Sequential(*layers)).train()
     model.kind = kind
-    return model
+    return model.to(memory_format=torch.channels_last) if kind == "channels last" else model
 
 
 def drop_inputs_and_units(model):
@@ -95,6 +95,30 @@ def test_a_contracted_network_is_the_same_network(kind):
     for part, mask, small, whole in zip(parts, alive, small_gradients[n:], gradients[n:], strict=True):
         where = torch.meshgrid(part.units, part.inputs, indexing="ij")
         torch.testing.assert_close(small * mask[where], whole[where] * mask[where])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_contraction_keeps_channels_last(channels):
+    """And so do the gradients. Between two orders in memory torch copies, and convolutions are slower in the other."""
+    torch.manual_seed(0)
+    model = sparsevd.sparsify(nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3))).train()
+    model = model.to(memory_format=torch.channels_last)
+    layers = progressive_layers(model)
+    for layer in layers:
+        which = torch.zeros_like(layer.weight, dtype=torch.bool)
+        which[::2] = True
+        layer.drop(which)
+    x = torch.randn(64, channels, 16, 16).to(memory_format=torch.channels_last)
+    with progressive.contracted(model, layers, torch.optim.Adam(model.parameters())):
+        outputs = [model[0](x)]
+        outputs += [model[1](outputs[0])]
+        outputs += [model[2](outputs[1])]
+        gradients = []
+        for output in outputs:
+            output.register_hook(gradients.append)
+        outputs[-1].square().sum().backward()
+    assert len(gradients) == 3
+    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in outputs + gradients)
 
 
 @every_kind

@@ -196,7 +196,7 @@ def _fit(
                 for x, y in remaining:
                     x, y = x.to(device), y.to(device)
                     if x.ndim == 4:
-                        x = x.contiguous(memory_format=in_memory)
+                        x = x.to(memory_format=in_memory)
                     done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
                     late = done >= config.late_from
                     ratio = config.late_log_sigma2_lr_ratio if late else config.log_sigma2_lr_ratio
@@ -252,11 +252,14 @@ def _fit(
 
 
 def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> None:
-    """Of everything with four dimensions: images and the filters for them."""
+    """Of everything with four dimensions: images and the filters for them.
+
+    `to`, not `contiguous`: with one channel a tensor is both already, and only its strides tell torch which is meant.
+    """
     for parameter in model.parameters():
         if parameter.ndim == 4:
             parameter.grad = None
-            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+            parameter.data = parameter.data.to(memory_format=memory_format)
 
 
 def _number_of_examples(train: Data, n_train: int | None) -> int:

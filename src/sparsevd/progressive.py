@@ -126,8 +126,8 @@ class _Contraction:
     def _picked(self, value: Tensor) -> Tensor:
         """The part, in the order in memory of the whole."""
         part = value[self._where]
-        images = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
-        return part.contiguous(memory_format=torch.channels_last if images else torch.contiguous_format)
+        channels_last = value.ndim == 4 and value.stride(1) == 1
+        return part.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
     def _among_zeros(self, value: Tensor) -> Tensor:
         full = torch.zeros_like(self._whole["weight"], dtype=value.dtype)

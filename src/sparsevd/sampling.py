@@ -58,8 +58,7 @@ def sample_part(
         return _FusedPart.apply(input, weight, bias, log_sigma2, *part)  # type: ignore[no-any-return,no-untyped-call]
     input = select(input, linear_map.channel, inputs)
     output = sample(linear_map, input, weight, None, log_sigma2, variance_dtype, *shape)
-    output = spread(output, linear_map.channel, units, size)
-    return output if bias is None else output + bias.view(-1, *[1] * (-1 - linear_map.channel))
+    return spread(output, linear_map.channel, units, size, bias)
 
 
 def _can_fuse(input: Tensor, weight: Tensor, log_sigma2: Tensor, variance_dtype: torch.dtype) -> bool:
@@ -238,25 +237,46 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 def select(input: Tensor, dimension: int, indices: Tensor) -> Tensor:
     """`input.index_select` with a backward pass that copies; torch's own adds, in case an index comes twice."""
+    if len(indices) == input.shape[dimension]:
+        return input
     return _Select.apply(input, dimension, indices)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def spread(output: Tensor, dimension: int, indices: Tensor, size: int) -> Tensor:
-    """The inverse of `select`: a tensor of this size with the output at the indices and zero elsewhere."""
-    return _Spread.apply(output, dimension, indices, size)  # type: ignore[no-any-return,no-untyped-call]
+def spread(output: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
+    """The inverse of `select`: a tensor of this size with the output at the indices and zero elsewhere, plus bias."""
+    return _Spread.apply(output, dimension, indices, size, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _spread(tensor: Tensor, dimension: int, indices: Tensor, size: int) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dimension] = size
-    return tensor.new_zeros(shape).index_copy_(dimension, indices, tensor)
+def _select(tensor: Tensor, dimension: int, indices: Tensor) -> Tensor:
+    last = tensor.movedim(dimension, -1)
+    if not last.is_contiguous():
+        return tensor.index_select(dimension, indices)
+    # Channels that are next to each other in memory stay so: what comes after, convolutions above all, relies on it.
+    rows = last.reshape(-1, last.shape[-1]).index_select(1, indices)
+    return rows.view(*last.shape[:-1], -1).movedim(-1, dimension)
+
+
+def _spread(tensor: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
+    last = tensor.movedim(dimension, -1)
+    if len(indices) == size or not last.is_contiguous():
+        if len(indices) < size:
+            shape = list(tensor.shape)
+            shape[dimension] = size
+            tensor = tensor.new_zeros(shape).index_copy_(dimension, indices, tensor)
+        return tensor if bias is None else tensor + bias.view(-1, *[1] * (-1 - dimension))
+    # The same, channels next to each other. Reading any column and multiplying is faster than torch's copy to columns.
+    source = indices.new_zeros(size).index_copy_(0, indices, torch.arange(len(indices), device=indices.device))
+    there = tensor.new_zeros(size).index_fill_(0, indices, 1)
+    rows = last.reshape(-1, len(indices)).index_select(1, source)
+    rows = rows.mul_(there) if bias is None else torch.addcmul(bias, rows, there, out=rows)
+    return rows.view(*last.shape[:-1], size).movedim(-1, dimension)
 
 
 class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, dimension: int, indices: Tensor) -> Tensor:
         ctx.arguments = dimension, indices, input.shape[dimension]
-        return input.index_select(dimension, indices)
+        return _select(input, dimension, indices)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -265,10 +285,13 @@ class _Select(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, dimension: int, indices: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, output: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None) -> Tensor:
         ctx.arguments = dimension, indices
-        return _spread(output, dimension, indices, size)
+        return _spread(output, dimension, indices, size, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.index_select(*ctx.arguments), None, None, None
+        dimension, _ = ctx.arguments
+        others = [d for d in range(grad.ndim) if d != grad.ndim + dimension]
+        grad_bias = grad.sum(others) if ctx.needs_input_grad[4] else None
+        return _select(grad, *ctx.arguments), None, None, None, grad_bias
