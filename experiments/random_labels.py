@@ -3,15 +3,17 @@
     OMP_NUM_THREADS=1 python experiments/random_labels.py run
     python experiments/random_labels.py table
 
-A fully-connected network (two layers of 1,000 units) on the first N images of MNIST, labels drawn at random: there is
-nothing to learn. Units: Binary Dropout 0.5; Sparse VD from random weights with β = 1 from the start; Sparse VD from a
-dense network that has memorised the labels. The bound of the empty network, −N·log 10, is what the last must be
-compared with: a lower bound means that the empty network is the better model.
+A fully-connected network (two layers of 1,000 units) on the first images of MNIST, and VGG-like (k = 0.25) on the first
+images of CIFAR-10; the labels are drawn at random, so there is nothing to learn. Units: Binary Dropout 0.5 on the
+fully-connected layers, and no other; Sparse VD from random weights with β = 1 from the start; Sparse VD from a dense
+network that has memorised the labels. The bound of the empty network, −N·log 10, is what the last must be compared
+with: a lower bound means that the empty network is the better model.
 """
 
 import argparse
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,53 +22,74 @@ from torch import Tensor, nn
 
 import sparsevd
 from sparsevd import baselines
+from sparsevd.baselines import Method
 from sparsevd.baselines.binary_dropout import BinaryDropout
 from sparsevd.baselines.dense import Dense
 from sparsevd.data import load
 from sparsevd.models import MODELS
 
-N = 10_000
 CLASSES = 10
-EPOCHS = 60
 
 
-def data(seed: int) -> tuple[Tensor, Tensor]:
-    x = load("mnist").train[0][:N]
-    return x, torch.randint(0, CLASSES, (N,), generator=torch.Generator().manual_seed(seed))
+@dataclass(frozen=True)
+class Case:
+    """A network, so many images, and how long to train."""
+
+    net: str
+    data: str
+    n: int
+    epochs: int
+    batch_size: int = 100
+
+    def train(self, seed: int) -> tuple[Tensor, Tensor]:
+        x = load(self.data).train[0][: self.n]
+        return x, torch.randint(0, CLASSES, (self.n,), generator=torch.Generator().manual_seed(seed))
+
+    def network(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = MODELS[self.net](CLASSES)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
 
 
-def network(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return MODELS["fc-1000-1000"](CLASSES)
+CASES = [
+    Case("fc-1000-1000", "mnist", n=10_000, epochs=60),
+    Case("vgg-like-0.25", "cifar10", n=1_000, epochs=60, batch_size=50),
+]
 
 
-def binary_dropout(seed: int) -> dict[str, Any]:
-    train = data(seed)
-    method = BinaryDropout(rate=0.5, input_rate=0.0)
-    outcome = baselines.train(method, network(seed), train, epochs=2 * EPOCHS, seed=seed)
-    return measured(outcome.network, train) | {"epochs": 2 * EPOCHS}
+def binary_dropout(case: Case, seed: int) -> dict[str, Any]:
+    return _baseline(BinaryDropout(rate=0.5, input_rate=0.0), case, 2 * case.epochs, seed)[1]
 
 
-def sparse_vd(seed: int) -> dict[str, Any]:
+def sparse_vd(case: Case, seed: int) -> dict[str, Any]:
     """β = 1 from the start, and nothing else changed."""
-    return _sparse_vd(network(seed), data(seed), seed)
+    return _sparse_vd(case.network(seed), case, seed)
 
 
-def sparse_vd_from_memory(seed: int) -> dict[str, Any]:
-    train = data(seed)
-    memorised = baselines.train(Dense(), network(seed), train, epochs=EPOCHS, seed=seed).network
-    before = measured(memorised, train)
-    return _sparse_vd(memorised, train, seed, learning_rate=1e-4) | {"error_of_start": before["error"]}
+def sparse_vd_from_memory(case: Case, seed: int) -> dict[str, Any]:
+    memorised, start = _baseline(Dense(), case, case.epochs, seed)
+    return _sparse_vd(memorised, case, seed, learning_rate=1e-4) | {"error_of_start": start["error"]}
 
 
-def _sparse_vd(dense: nn.Module, train: tuple[Tensor, Tensor], seed: int, **settings: float) -> dict[str, Any]:
+def _baseline(method: Method, case: Case, epochs: int, seed: int) -> tuple[nn.Module, dict[str, Any]]:
+    train = case.train(seed)
+    options = {"epochs": epochs, "batch_size": case.batch_size, "seed": seed}
+    model = baselines.train(method, case.network(seed), train, **options).network
+    return model, measured(model, train) | {"epochs": epochs}
+
+
+def _sparse_vd(dense: nn.Module, case: Case, seed: int, **settings: float) -> dict[str, Any]:
+    train = case.train(seed)
     model = sparsevd.sparsify(dense)
-    config = sparsevd.FitConfig(epochs=EPOCHS, warm_up_end=0.0, drop_from=1.0, contract=False, seed=seed, **settings)
-    sparsevd.fit(model, train, None, config)
+    options = {"epochs": case.epochs, "batch_size": case.batch_size, "seed": seed, **settings}
+    sparsevd.fit(model, train, None, sparsevd.FitConfig(warm_up_end=0.0, drop_from=1.0, contract=False, **options))
     torch.manual_seed(seed)
-    bound = sparsevd.elbo(model, train)
-    pruned = sparsevd.prune(model)
-    return measured(pruned, train) | {"epochs": EPOCHS, "elbo": bound, "elbo_of_empty_network": -N * math.log(CLASSES)}
+    bound, empty = sparsevd.elbo(model, train), -case.n * math.log(CLASSES)
+    result = measured(sparsevd.prune(model), train)
+    return result | {"epochs": case.epochs, "elbo": bound, "elbo_of_empty_network": empty}
 
 
 def measured(model: nn.Module, train: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -93,29 +116,32 @@ UNITS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
+    parser.add_argument("--net", choices=[case.net for case in CASES])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     records = Records("random_labels")
     if arguments.action == "run":
-        for method, unit in UNITS.items():
-            if not records.find(method=method, seed=arguments.seed):
+        for case in CASES if arguments.net is None else [case for case in CASES if case.net == arguments.net]:
+            for method, unit in UNITS.items():
+                if records.find(net=case.net, method=method, seed=arguments.seed):
+                    continue
                 start = time.monotonic()
-                result = unit(arguments.seed)
+                result = unit(case, arguments.seed)
                 records.add(
-                    net="fc-1000-1000",
-                    data=f"the first {N} images of mnist, random labels",
+                    net=case.net,
+                    data=f"the first {case.n:,} images of {case.data}, random labels",
                     method=method,
                     seed=arguments.seed,
                     **result,
                     seconds=round(time.monotonic() - start),
-                    command="python experiments/random_labels.py run",
+                    command=f"python experiments/random_labels.py run --net {case.net}",
                 )
-    print("| method | error on the random labels | zeros | constant | bound | bound of the empty network |")
-    print("|---|---|---|---|---|---|")
+    print("| network | method | error on the random labels | zeros | constant | bound | bound of the empty network |")
+    print("|---|---|---|---|---|---|---|")
     for r in records.all():
         bounds = [f"{r[key]:,.0f}" if r.get(key) else "–" for key in ("elbo", "elbo_of_empty_network")]
-        constant = "yes" if r["constant"] else "no"
-        print(f"| {r['method']} | {r['error']:.1f} % | {r['sparsity']:.2f} % | {constant} | {' | '.join(bounds)} |")
+        row = (r["net"], r["method"], f"{r['error']:.1f} %", f"{r['sparsity']:.2f} %", "yes" if r["constant"] else "no")
+        print(f"| {' | '.join([*row, *bounds])} |")
 
 
 if __name__ == "__main__":
