@@ -1,6 +1,7 @@
 """Progressive pruning: patience, and layers that compute with the inputs and units that are left."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -292,3 +293,18 @@ def test_settings_are_checked():
     config = dataclasses.replace(sparsevd.FitConfig(epochs=1), variance_dtype="bfloat16")
     sparsevd.fit(model, problem(), None, config, progress=False)
     assert model[0].variance_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_bfloat16_is_the_default_where_the_cpu_has_it(monkeypatch, instructions):
+    monkeypatch.setattr(sys.modules["sparsevd.fit"], "multiplies_bfloat16", lambda: instructions)
+    config = sparsevd.FitConfig(epochs=1)
+    model = network()
+    sparsevd.fit(model, problem(), None, config, progress=False)
+    assert model[0].variance_dtype == (torch.bfloat16 if instructions else None)
+    model = network()
+    sparsevd.fit(model, problem(), None, dataclasses.replace(config, variance_dtype="float32"), progress=False)
+    assert model[0].variance_dtype == torch.float32
+    double = network().double()
+    sparsevd.fit(double, tuple(t.double() if t.is_floating_point() else t for t in problem()), None, config)
+    assert double[0].variance_dtype is None

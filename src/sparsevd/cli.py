@@ -65,7 +65,7 @@ def train(
         bool, typer.Option(help="Keep images in this order in memory: faster convolutions on a CPU.")
     ] = _FIT.channels_last,
     variance_dtype: Annotated[
-        str | None, typer.Option(help="float32, or bfloat16 where the CPU has it: type of the variance product.")
+        str | None, typer.Option(help="Type of the variance product: float32 or bfloat16; else as the CPU is fast.")
     ] = _FIT.variance_dtype,
     adam_beta2: Annotated[float, typer.Option(help="Decay of Adam's mean square.")] = _FIT.adam_beta2,
     warm_up_start: Annotated[

@@ -29,6 +29,7 @@ from sparsevd.objective import kl, sparse_layers, warm_up
 from sparsevd.optimizer import BoundAdam
 from sparsevd.progressive import contracted, drop, zero_for_good
 from sparsevd.run_folder import EpochMetrics, RunFolder, State
+from sparsevd.sampling import multiplies_bfloat16
 from sparsevd.summary import summary
 
 VARIANCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +65,8 @@ class FitConfig:
     drop_from: float = 0.7  # ... from this part of the run on, at once. 1: nothing is dropped
     contract: bool = True  # compute without inputs and units that have no weight left
     channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
-    variance_dtype: str | None = None  # "float32" or "bfloat16" for the variance product; None: as the layers have it
+    # "float32" or "bfloat16" for the variance product. None: as the layers have it, and where they do not say ...
+    variance_dtype: str | None = None  # ... bfloat16 on a CPU with instructions for it, else float32
     weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
@@ -169,6 +171,9 @@ def _fit(
     for layer in layers:
         if config.variance_dtype is not None:
             layer.variance_dtype = VARIANCE_DTYPES[config.variance_dtype]
+        elif layer.variance_dtype is None and layer.log_sigma2.dtype is torch.float32 and device.type == "cpu":
+            # Over five seeds it changes neither sparsity nor error: experiments/results/lenet_300_100.json.
+            layer.variance_dtype = torch.bfloat16 if multiplies_bfloat16() else None
     beta_at = warm_up(config.warm_up_start, config.warm_up_end)
     folder = RunFolder(run_dir, {**asdict(config), "n_train": n})
     state, rng = folder.restore(model, optimizer) if resume else (State(), None)

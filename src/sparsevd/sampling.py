@@ -213,7 +213,7 @@ def _factors(
     """A² and σ². On a CPU that cannot multiply bfloat16, float32 numbers rounded to it: the same result, no faster."""
     squared = _as(dtype, input * input)
     sigma2 = kernels.variance(log_sigma2, dtype) if sigma2_is_read else log_sigma2
-    multiplied = torch.float32 if dtype == torch.bfloat16 and not _multiplies_bfloat16() else dtype
+    multiplied = torch.float32 if dtype == torch.bfloat16 and not multiplies_bfloat16() else dtype
     return _as(multiplied, squared), _as(multiplied, sigma2)
 
 
@@ -222,7 +222,7 @@ def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 
 @functools.cache
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for it; without them torch's product takes ten times that of float32."""
     found = torch.cpu.get_capabilities()
     return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
