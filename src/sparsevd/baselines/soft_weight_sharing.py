@@ -13,6 +13,7 @@ Departs from the original: components are not merged afterwards (that changes th
 keep their own values; weight and mixture rates fall to zero along a half cosine.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,10 +67,11 @@ class SoftWeightSharing(Method):
         training.batch_size = before * self.batch_size_factor
         training.run(model, optimizer, training.epochs - training.spent, penalty=penalty)
         training.batch_size = before
+        unrounded = copy.deepcopy(model)
         with torch.no_grad():
             for weight in weights:
                 weight.copy_(mixture.quantised(weight))
-        return Outcome(model)
+        return Outcome(model, before_threshold=unrounded)
 
 
 class Mixture:
