@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from records import Records
+from records import Records, chart
 
 from sparsevd.baselines import METHODS
 from sparsevd.compare import CompareConfig, compare
@@ -94,6 +94,24 @@ def table(records: Records) -> str:
     return "\n".join(lines)
 
 
+COLOURS = dict(zip(SEEDS, ("#c1272d", "#555555", "#0000a7", "#008176", "#eecc16"), strict=True))
+
+
+def figure(records: Records) -> None:
+    """Error against sparsity: ours filled, every seed a point; the paper's table as rings."""
+    drawing, axes, path = chart("table1", len(SHIFTS), figsize=(9, 3.6))
+    for axis, net in zip(axes, SHIFTS, strict=True):
+        for method, colour in COLOURS.items():
+            error, _, fewer = PAPER[net, method]
+            axis.plot(fewer, error, "o", markersize=9, markerfacecolor="none", color=colour)
+            mine = [r for r in records.find(net=net, method=method) if r.get("recipe", "default") == "default"]
+            points = [r["ratio"] for r in mine], [r["error"] for r in mine]
+            axis.plot(*points, "o", markersize=4, color=colour, label=METHODS[method].title)
+        axis.set(title=net, xscale="log", xlabel="|W| / |W≠0|", ylabel="test error, %")
+    axes[0].legend(fontsize=7, title="filled: here; ring: the paper's table", title_fontsize=7)
+    drawing.savefig(path, metadata={"Date": None})
+
+
 def _row(net: str, method: str, recipe: str | None, mine: list[dict[str, Any]]) -> str:
     error, layers, fewer = PAPER[net, method]
     title = METHODS[method].title + (f", recipe {recipe}" if recipe and recipe != "default" else "")
@@ -151,6 +169,7 @@ def main() -> None:
                     )
                     records.add(**unit, **run)
     print(table(records))
+    figure(records)
 
 
 if __name__ == "__main__":
