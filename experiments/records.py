@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,25 @@ class Records:
         temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         temporary.replace(self.path)
         return signed
+
+
+def train(*arguments: str, out: Path) -> dict[str, Any]:
+    """`sparsevd train` with these arguments, going on where a stopped run was: what a record says of the result."""
+    command = ["train", *arguments, "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "sparsevd.cli", *command, "--resume"], check=True)
+    summary = json.loads((out / "summary.json").read_text())
+    layers = summary["summary"]["layers"]
+    return {
+        "settings": summary["config"],
+        "error": summary["test_error"],
+        "error_before_threshold": summary["test_error_before_pruning"],
+        "ratio": summary["ratio"],
+        "per_layer": [{key: layer[key] for key in ("name", "weights", "kept")} for layer in layers],
+        "elbo": summary["elbo"],
+        "seconds": round(summary["training_seconds"], 1),
+        "threads": summary["machine"]["threads"],
+        "command": " ".join(["sparsevd", *command]),
+    }
 
 
 def versions() -> dict[str, str]:

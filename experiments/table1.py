@@ -9,14 +9,11 @@ in runs/<net>-seed<k>, for the experiments on files and speed.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from records import Records, chart
+from records import Records, chart, train
 
 from sparsevd.baselines import METHODS
 from sparsevd.compare import CompareConfig, compare
@@ -59,23 +56,8 @@ def rival(net: str, method: str, seed: int, epochs: int) -> dict[str, Any]:
 
 def sparse_vd(net: str, seed: int, epochs: int, recipe: str) -> dict[str, Any]:
     out = Path("runs") / (f"{net}-seed{seed}" if recipe == "default" else f"{net}-{recipe}-seed{seed}")
-    command = ["train", "--model", net, "--data", "mnist", "--recipe", recipe, "--epochs", str(epochs)]
-    command += [*OURS[net], "--shift", str(SHIFTS[net]), "--seed", str(seed), "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "sparsevd.cli", *command, "--resume"], check=True)
-    summary = json.loads((out / "summary.json").read_text())
-    return {
-        "settings": summary["config"],
-        "error": summary["test_error"],
-        "error_before_threshold": summary["test_error_before_pruning"],
-        "ratio": summary["ratio"],
-        "per_layer": [
-            {key: layer[key] for key in ("name", "weights", "kept")} for layer in summary["summary"]["layers"]
-        ],
-        "elbo": summary["elbo"],
-        "seconds": round(summary["training_seconds"], 1),
-        "threads": summary["machine"]["threads"],
-        "command": " ".join(["sparsevd", *command]),
-    }
+    options = ["--recipe", recipe, "--epochs", str(epochs), *OURS[net], "--shift", str(SHIFTS[net])]
+    return train("--model", net, "--data", "mnist", *options, "--seed", str(seed), out=out)
 
 
 def table(records: Records) -> str:

@@ -9,12 +9,10 @@ larger machines. The run stays in runs/vgg-like-<k>-<data>-seed<s>, with a line 
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from records import Records, chart
+from records import Records, chart, train
 
 import sparsevd
 from sparsevd.checkpoint import load_weights
@@ -29,15 +27,13 @@ RATE = 1e-3
 def run(data: str, k: str, seed: int) -> dict[str, Any]:
     model = "vgg-like" if k == "1" else f"vgg-like-{k}"
     out = Path("runs") / f"{model}-{data}-seed{seed}"
-    command = ["train", "--model", model, "--data", data, "--shift", "4", "--mirror", "--batch-size", "128"]
-    command += [part for name, value in PRETRAIN.items() for part in (f"--pretrain-{name}", str(value))]
-    command += ["--epochs", str(EPOCHS), "--learning-rate", str(RATE), "--seed", str(seed), "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "sparsevd.cli", *command, "--resume"], check=True)
-    summary = json.loads((out / "summary.json").read_text())
+    options = ["--shift", "4", "--mirror", "--batch-size", "128", "--seed", str(seed)]
+    options += [part for name, value in PRETRAIN.items() for part in (f"--pretrain-{name}", str(value))]
+    options += ["--epochs", str(EPOCHS), "--learning-rate", str(RATE)]
+    result = train("--model", model, "--data", data, *options, out=out)
     splits = load(data)
     dense = MODELS[model](splits.classes)
     load_weights(dense, out / "pretrain" / "checkpoint.safetensors")
-    layers = summary["summary"]["layers"]
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     pretraining = [json.loads(line) for line in (out / "pretrain" / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -47,18 +43,12 @@ def run(data: str, k: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "epochs": EPOCHS,
         "dense_error": sparsevd.evaluate(dense, splits.test).error,
-        "error": summary["test_error"],
-        "error_before_threshold": summary["test_error_before_pruning"],
-        "ratio": summary["ratio"],
-        "per_layer": [{key: layer[key] for key in ("name", "weights", "kept")} for layer in layers],
-        "elbo": summary["elbo"],
-        "seconds": round(summary["training_seconds"] + sum(m["seconds"] for m in pretraining)),
+        **result,
+        "seconds": round(result["seconds"] + sum(m["seconds"] for m in pretraining)),
         "curve": [
             {key: m[key] for key in ("epoch", "train_error", "ratio", "elbo", "alive", "seconds")} for m in metrics
         ],
         "pretraining": [{key: m[key] for key in ("epoch", "train_error", "seconds")} for m in pretraining],
-        "command": " ".join(["sparsevd", *command]),
-        "threads": summary["machine"]["threads"],
     }
 
 
