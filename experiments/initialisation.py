@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python experiments/initialisation.py run --net lenet-5-caffe [--start warm-up]
     python experiments/initialisation.py table
 
-The start is chosen as the paper says: by the bound at the end, which needs no test set. Pre-training has as many epochs
-of its own.
+The start is chosen as the paper says: by the bound at the end, which needs no test set. All have the same rate, and
+nothing is dropped before the end: without warm-up, units would be given up from the first epochs on. LeNet-5-Caffe is
+pre-trained for as many epochs; VGG-like starts from the dense network of vgg_like.py, which must have run.
 """
 
 import argparse
@@ -14,13 +15,13 @@ from records import Records, train
 
 EPOCHS = {"lenet-5-caffe": 20, "vgg-like-0.25": 8}
 OPTIONS = {
-    "lenet-5-caffe": "--data mnist --shift 1",
-    "vgg-like-0.25": "--data cifar10 --shift 4 --mirror --batch-size 128 --learning-rate 1e-3",
+    "lenet-5-caffe": "--data mnist --shift 1 --learning-rate 1e-3 --drop-from 1",
+    "vgg-like-0.25": "--data cifar10 --shift 4 --mirror --batch-size 128 --learning-rate 1e-3 --drop-from 1",
 }
-STARTS = {
-    "random": "--warm-up-end 0",
-    "warm-up": "",
-    "pre-trained": "--warm-up-end 0 --pretrain-epochs {epochs} --pretrain-weight-decay 0.02",
+STARTS = {"random": "--warm-up-end 0", "warm-up": "", "pre-trained": "--warm-up-end 0"}
+PRETRAINED = {
+    "lenet-5-caffe": f"--pretrain-epochs {EPOCHS['lenet-5-caffe']}",
+    "vgg-like-0.25": "--init-from runs/vgg-like-0.25-cifar10-seed0/pretrain/checkpoint.safetensors",
 }
 
 
@@ -38,7 +39,7 @@ def main() -> None:
                 unit = {"net": net, "start": start, "epochs": EPOCHS[net], "seed": arguments.seed}
                 if not records.find(**unit):
                     options = f"--epochs {EPOCHS[net]} --seed {arguments.seed} {OPTIONS[net]} {STARTS[start]}"
-                    options = options.format(epochs=EPOCHS[net])
+                    options += f" {PRETRAINED[net]}" if start == "pre-trained" else ""
                     out = Path("runs") / f"{net}-{start}-seed{arguments.seed}"
                     result = train("--model", net, *options.split(), out=out)
                     records.add(**unit, data=OPTIONS[net].split()[1], method="sparse-vd", **result)

@@ -4,10 +4,12 @@
     python experiments/random_labels.py table
 
 A fully-connected network (two layers of 1,000 units) on the first images of MNIST, and VGG-like (k = 0.25) on the first
-images of CIFAR-10; the labels are drawn at random, so there is nothing to learn. Units: Binary Dropout 0.5 on the
-fully-connected layers, and no other; Sparse VD from random weights with β = 1 from the start; Sparse VD from a dense
-network that has memorised the labels. The bound of the empty network, −N·log 10, is what the last must be compared
-with: a lower bound means that the empty network is the better model.
+images of CIFAR-10, with N to match; the labels are drawn at random, so there is nothing to learn. (The paper has all of
+MNIST; to memorise 60,000 labels under dropout takes hours here.) Units: Binary Dropout 0.5 before every fully-connected
+layer that does not read the image; Sparse VD from random weights with β = 1 from the start; Sparse VD from a dense
+network that has memorised the labels, fine-tuned at 1e-5 with a log σ² fast enough to arrive. The bound of the empty
+network, −N·log 10, is what the last must be compared with: a lower bound means that the empty network is the better
+model. `error_before_threshold` says whether it still knows the labels by heart.
 """
 
 import argparse
@@ -65,13 +67,14 @@ def binary_dropout(case: Case, seed: int) -> dict[str, Any]:
 
 
 def sparse_vd(case: Case, seed: int) -> dict[str, Any]:
-    """β = 1 from the start, and nothing else changed."""
+    """β = 1 from the start. Nothing is dropped before the end, so that the bound alone decides."""
     return _sparse_vd(case.network(seed), case, seed)
 
 
 def sparse_vd_from_memory(case: Case, seed: int) -> dict[str, Any]:
     memorised, start = _baseline(Dense(), case, case.epochs, seed)
-    return _sparse_vd(memorised, case, seed, learning_rate=1e-4) | {"error_of_start": start["error"]}
+    result = _sparse_vd(memorised, case, seed, learning_rate=1e-5, log_sigma2_lr_ratio=1e3, late_from=1.0)
+    return result | {"error_of_start": start["error"], "dense_epochs": start["epochs"]}
 
 
 def _baseline(method: Method, case: Case, epochs: int, seed: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -84,12 +87,15 @@ def _baseline(method: Method, case: Case, epochs: int, seed: int) -> tuple[nn.Mo
 def _sparse_vd(dense: nn.Module, case: Case, seed: int, **settings: float) -> dict[str, Any]:
     train = case.train(seed)
     model = sparsevd.sparsify(dense)
+    torch.manual_seed(seed)
+    first = sparsevd.elbo(model, train)
     options = {"epochs": case.epochs, "batch_size": case.batch_size, "seed": seed, **settings}
     sparsevd.fit(model, train, None, sparsevd.FitConfig(warm_up_end=0.0, drop_from=1.0, contract=False, **options))
     torch.manual_seed(seed)
     bound, empty = sparsevd.elbo(model, train), -case.n * math.log(CLASSES)
-    result = measured(sparsevd.prune(model), train)
-    return result | {"epochs": case.epochs, "elbo": bound, "elbo_of_empty_network": empty}
+    before = sparsevd.evaluate(sparsevd.prune(model, threshold=math.inf), train).error
+    bounds = {"elbo_of_start": first, "elbo": bound, "elbo_of_empty_network": empty}
+    return measured(sparsevd.prune(model), train) | {"epochs": case.epochs, "error_before_threshold": before, **bounds}
 
 
 def measured(model: nn.Module, train: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -134,13 +140,14 @@ def main() -> None:
                     seed=arguments.seed,
                     **result,
                     seconds=round(time.monotonic() - start),
-                    command=f"python experiments/random_labels.py run --net {case.net}",
+                    command=f"python experiments/random_labels.py run --net {case.net} --seed {arguments.seed}",
                 )
-    print("| network | method | error on the random labels | zeros | constant | bound | bound of the empty network |")
+    print("| network | method | error, before the threshold | zeros | constant | bound | of the empty network |")
     print("|---|---|---|---|---|---|---|")
     for r in records.all():
         bounds = [f"{r[key]:,.0f}" if r.get(key) else "–" for key in ("elbo", "elbo_of_empty_network")]
-        row = (r["net"], r["method"], f"{r['error']:.1f} %", f"{r['sparsity']:.2f} %", "yes" if r["constant"] else "no")
+        errors = f"{r['error']:.1f} %, {r.get('error_before_threshold', r['error']):.1f} %"
+        row = (r["net"], r["method"], errors, f"{r['sparsity']:.2f} %", "yes" if r["constant"] else "no")
         print(f"| {' | '.join([*row, *bounds])} |")
 
 

@@ -20,6 +20,7 @@ class Records:
     def __init__(self, item: str):
         self.item = item
         self.path = HERE / "results" / f"{item}.json"
+        self.commit = commit()  # now, when the code of the unit was loaded, and not when it ends
 
     def all(self) -> list[dict[str, Any]]:
         return json.loads(self.path.read_text()) if self.path.exists() else []
@@ -30,7 +31,7 @@ class Records:
 
     def add(self, **record: Any) -> dict[str, Any]:
         """Add a record, signed with versions and commit. Read anew before: another unit may run at the same time."""
-        signed = {"item": self.item, **record, "versions": versions(), "commit": commit()}
+        signed = {"item": self.item, **record, "versions": versions(), "commit": self.commit}
         lines = ",\n".join(json.dumps(r, ensure_ascii=False) for r in [*self.all(), signed])
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -62,7 +63,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    return subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=HERE, text=True).strip()
+    """Of the code; "-dirty" if any of it is not committed. Results that came since do not matter."""
+    head = _git("describe", "--always")
+    code = ("../src", "../setup.py", "*.py")
+    return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no", "--", *code) else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.check_output(["git", *arguments], cwd=HERE, text=True).strip()
 
 
 def chart(name: str, columns: int, **size: Any) -> tuple[Any, Any, Path]:

@@ -83,6 +83,7 @@ def test_train_writes_and_says_everything(trained):
         "checkpoint.safetensors",
         "metrics.jsonl",
         "pruned.safetensors",
+        "run.json",
         "summary.json",
     ]
     summary = json.loads((folder / "summary.json").read_text())
@@ -122,11 +123,13 @@ def test_info_and_prune_of_a_checkpoint(trained, user_folder):
 def test_resume_of_a_finished_run_shows_its_result(trained, user_folder):
     folder, output = trained
     before = (folder / "pruned.safetensors").read_bytes()
+    command = json.loads((folder / "summary.json").read_text())["command"]
     again = sparsevd(*TRAIN, "--out", "run", "--epochs", 3, "--val-size", 200, "--resume")
     assert again.returncode == 0
     assert "epoch" not in again.stdout.replace("3 epochs", "")
     assert output.splitlines()[-2] == again.stdout.splitlines()[-2]
     assert (folder / "pruned.safetensors").read_bytes() == before
+    assert json.loads((folder / "summary.json").read_text())["command"] == command  # not that of reading it again
 
 
 def test_pretraining_and_starting_from_a_file(user_folder):
@@ -245,9 +248,12 @@ def test_a_run_is_not_overwritten_by_accident(trained, user_folder):
     refused = sparsevd(*TRAIN, "--out", "run", "--epochs", 1)
     assert refused.returncode == 2
     assert "--resume continues it, --overwrite starts anew" in refused.stderr
-    changed = sparsevd(*TRAIN, "--out", "run", "--epochs", 1, "--resume")
+    changed = sparsevd(*TRAIN, "--out", "run", "--epochs", 1, "--val-size", 200, "--resume")
     assert changed.returncode == 2
     assert "epochs: 3 then, 1 now" in changed.stderr
+    other_data = sparsevd(*TRAIN, "--out", "run", "--epochs", 3, "--resume")
+    assert other_data.returncode == 2
+    assert "a run with --val-size 200, not 0" in other_data.stderr
     replaced = sparsevd(*TRAIN, "--out", "run", "--epochs", 1, "--overwrite")
     assert replaced.returncode == 0
     assert len(without_time(user_folder / "run")) == 1

@@ -232,6 +232,23 @@ def test_bfloat16_variance_product_is_close(plain, arguments, shape):
     assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients)
 
 
+@pytest.mark.skipif(not kernels.available(), reason="the kernels are not built")
+def test_bfloat16_without_instructions_rounds_as_with_them(monkeypatch):
+    results = []
+    for instructions in (True, False):
+        monkeypatch.setattr(sampling, "multiplies_bfloat16", lambda instructions=instructions: instructions)
+        torch.manual_seed(0)
+        layer = make(
+            nn.Linear, {"in_features": 64, "out_features": 32}, initial_log_sigma2=-1.0, variance_dtype=torch.bfloat16
+        ).train()
+        x = torch.randn(16, 64, requires_grad=True)
+        out = layer(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, layer.weight, layer.log_sigma2])])
+    # Both sum in float32, in another order: at most the last of the eight bits differs.
+    torch.testing.assert_close(*results, rtol=2**-7, atol=1e-3)
+    assert sum(int((a != b).sum()) for a, b in zip(*results, strict=True)) < 0.01 * sum(a.numel() for a in results[0])
+
+
 def _padded(layer, x):
     before = getattr(layer, "_pads_before", lambda: False)()
     mode = "constant" if before and layer.padding_mode == "zeros" else getattr(layer, "padding_mode", "")

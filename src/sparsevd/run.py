@@ -1,7 +1,7 @@
 """One run of the command line: data, model, training, pruning and a folder with the results.
 
-The folder holds checkpoint.safetensors and metrics.jsonl (as `fit` writes them), then pruned.safetensors with the plain
-keys of the pruned network, and summary.json.
+The folder holds run.json from the beginning on (what is trained, and where), checkpoint.safetensors and metrics.jsonl
+(as `fit` writes them), then pruned.safetensors with the plain keys of the pruned network, and summary.json.
 """
 
 import importlib
@@ -24,13 +24,15 @@ from sparsevd import atomic, data, kernels, models
 from sparsevd.batches import Augmented, Data, batches, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.evaluate import Evaluation, elbo, evaluate
 from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.layers import THRESHOLD
 from sparsevd.run_folder import CHECKPOINT, METRICS
+from sparsevd.sampling import multiplies_bfloat16
 from sparsevd.summary import ModelSummary, summary
 
+RUN = "run.json"
 PRUNED = "pruned.safetensors"
 SUMMARY = "summary.json"
 PRETRAIN = "pretrain"
@@ -82,6 +84,7 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
             load_weights(dense, config.init_from)
         _try_one_batch(dense, train, config)
         _make_room(config)
+        begun = _begin(config)
         if config.pretrain_epochs:
             say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
             recipe = replace(
@@ -116,7 +119,9 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
         paper=models.PAPER.get((config.model, config.data)),
     )
     write_tensors(config.out / PRUNED, dict(pruned.state_dict()))
-    atomic.write(config.out / SUMMARY, json.dumps(_as_dict(config, result), indent=2, ensure_ascii=False) + "\n")
+    atomic.write(
+        config.out / SUMMARY, json.dumps(_as_dict(config, result) | begun, indent=2, ensure_ascii=False) + "\n"
+    )
     return result
 
 
@@ -159,10 +164,55 @@ def _make_room(config: RunConfig) -> None:
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         if config.overwrite:
-            for name in (*FILES, *_STATE, f"{PRETRAIN}/{METRICS}"):
+            for name in (*FILES, *_STATE, f"{PRETRAIN}/{METRICS}", RUN):
                 (config.out / name).unlink(missing_ok=True)
     except OSError as error:
         raise ArgumentError(f"{config.out} cannot be written to ({error.strerror})") from error
+
+
+def _begin(config: RunConfig) -> dict[str, Any]:
+    """What is asked for, by which command, where and when: as it was when the run began, if this one resumes it.
+
+    The checkpoint itself knows the settings of the training; this is what the data and the start depend on.
+    """
+    from sparsevd import __version__
+
+    path = config.out / RUN
+    names = ("model", "data", "val_size", "shift", "mirror", "init_from", "pretrain_epochs")
+    asked = {name: getattr(config, name) for name in names}
+    asked["init_from"] = str(config.init_from) if config.init_from else None
+    if config.resume and path.exists() and any((config.out / name).exists() for name in _STATE):
+        try:
+            begun = json.loads(path.read_text(encoding="utf-8"))
+            before = {name: begun["asked"][name] for name in asked}
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} does not say how the run began ({error!r}); start in another folder") from error
+        for name, value in asked.items():
+            if before[name] != value:
+                option = f"--{name.replace('_', '-')}"
+                raise ArgumentError(
+                    f"{config.out} holds a run with {option} {before[name]}, not {value}; "
+                    "give the same to go on with it, or another folder (--out)"
+                )
+        return dict(begun)
+    begun = {
+        "asked": asked,
+        "command": " ".join(["sparsevd", *sys.argv[1:]]),
+        "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": {
+            "sparsevd": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "processor": platform.machine(),
+            "vectors": torch.backends.cpu.get_cpu_capability(),
+            "bfloat16": multiplies_bfloat16(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+    atomic.write(path, json.dumps(begun, indent=2, ensure_ascii=False) + "\n")
+    return begun
 
 
 def _try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
@@ -244,8 +294,6 @@ def load_object(reference: str) -> Callable[[], Any]:
 
 
 def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:
-    from sparsevd import __version__
-
     return {
         "model": config.model,
         "data": config.data,
@@ -257,16 +305,5 @@ def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:
         "elbo": result.elbo,
         "training_seconds": result.training_seconds,
         "summary": result.summary.as_dict(),
-        "command": " ".join(["sparsevd", *sys.argv[1:]]),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {
-            "sparsevd": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "processor": platform.machine(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        },
     }

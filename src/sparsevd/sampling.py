@@ -176,7 +176,7 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         gamma = linear_map.product(input, weight, bias, *shape)
         squared, sigma2 = _factors(input, log_sigma2, variance_dtype)
-        delta = _like(gamma, linear_map.product(squared, sigma2, None, *shape))
+        delta = _like(gamma, _rounded(variance_dtype, linear_map.product(squared, sigma2, None, *shape)))
         kernels.sample_(gamma, delta, kernels.fresh_seed())
         ctx.linear_map, ctx.variance_dtype, ctx.shape = linear_map, variance_dtype, shape
         ctx.save_for_backward(input, weight, log_sigma2, delta)  # what was δ is now d b / d δ
@@ -191,12 +191,12 @@ class _Fused(torch.autograd.Function):
         grad_input, grad_weight = gradients(grad, input, weight, (wants_input, wants_weight), *ctx.shape)
         # And through δ = A²·σ², where d A² = 2·A·d A and d σ² = σ²·d log σ².
         squared, sigma2 = _factors(input, log_sigma2, dtype, sigma2_is_read=wants_input)
-        grad_delta = _as(squared.dtype, grad * slope)
+        grad_delta = _rounded(dtype, _as(squared.dtype, grad * slope))
         grad_squared, grad_sigma2 = gradients(grad_delta, squared, sigma2, (wants_input, wants_noise), *ctx.shape)
         if wants_input:
-            grad_input.addcmul_(input, grad_squared, value=2)
+            grad_input.addcmul_(input, _rounded(dtype, grad_squared), value=2)
         if wants_noise:
-            grad_sigma2 = _like(log_sigma2, grad_sigma2)
+            grad_sigma2 = _like(log_sigma2, _rounded(dtype, grad_sigma2))
             if wants_input:
                 grad_sigma2.mul_(sigma2)
             else:
@@ -210,11 +210,16 @@ class _Fused(torch.autograd.Function):
 def _factors(
     input: Tensor, log_sigma2: Tensor, dtype: torch.dtype, sigma2_is_read: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """A² and σ². On a CPU that cannot multiply bfloat16, float32 numbers rounded to it: the same result, no faster."""
+    """A² and σ². On a CPU that cannot multiply bfloat16, float32 numbers rounded to it; see `_rounded`."""
     squared = _as(dtype, input * input)
     sigma2 = kernels.variance(log_sigma2, dtype) if sigma2_is_read else log_sigma2
     multiplied = torch.float32 if dtype == torch.bfloat16 and not multiplies_bfloat16() else dtype
     return _as(multiplied, squared), _as(multiplied, sigma2)
+
+
+def _rounded(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Float32 numbers that stand for some of a shorter type, rounded as these would be: the same result, no faster."""
+    return tensor if dtype is torch.float32 or tensor.dtype is dtype else tensor.to(dtype).to(tensor.dtype)
 
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
