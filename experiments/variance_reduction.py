@@ -1,31 +1,43 @@
 """Figure 2 of the paper: the original, multiplicative parametrisation (θ, α) against the additive one (θ, σ²).
 
-    OMP_NUM_THREADS=1 python experiments/variance_reduction.py run      # two units, one per parametrisation
+    OMP_NUM_THREADS=1 python experiments/variance_reduction.py run --method additive      # an hour or so each; goes on
     python experiments/variance_reduction.py figure
 
 Two layers of 1,000 units on MNIST, the same random weights and the same first posterior for both, Adam at a rate of
 1e-4, the KL with its full weight from the start. The bound and the sparsity after every epoch; and, at points of the
 additive run, the variance over the noise of the gradient of θ, in both parametrisations of the same posterior, on the
 same mini-batch.
+
+A step of Adam changes log α by 1e-4 at most: below some 60 epochs (36,000 steps) the original could not reach log α > 3
+for most weights whatever its gradients. The runs are longer than that.
 """
 
 import argparse
+import copy
+import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from records import Records, chart
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsevd import functional
+import sparsevd
+from sparsevd import functional, kernels
 from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.variational_dropout import multiplicative_noise
 from sparsevd.data import load
 from sparsevd.models import MODELS
+from sparsevd.optimizer import BoundAdam
 
+N = 60_000
 BATCH = 100
 RATE = 1e-4
 DRAWS = 50
@@ -33,37 +45,122 @@ INITIAL_LOG_SIGMA2 = -8.0
 BINS = [(-8.0, -4.0), (-4.0, 0.0), (0.0, 4.0), (4.0, 8.0), (8.0, 20.0)]
 
 
-class Posterior:
-    """A network with (θ, log σ²) or (θ, log α) for every weight, and the noise that belongs to it."""
+class Additive:
+    """(θ, log σ²) for every weight: the library's layers, and its Adam, which adds the gradient of the KL itself."""
 
-    def __init__(self, additive: bool, seed: int):
-        torch.manual_seed(seed)
-        self.network = MODELS["fc-1000-1000"](10)
-        self.additive = additive
-        self.layers: list[nn.Linear] = [m for m in self.network.modules() if isinstance(m, nn.Linear)]
-        self.second = [torch.full_like(layer.weight, INITIAL_LOG_SIGMA2).detach() for layer in self.layers]
-        if not additive:  # the same posterior, said otherwise
-            self.second = [
-                s - 2 * layer.weight.detach().abs().log() for s, layer in zip(self.second, self.layers, strict=True)
-            ]
-        for tensor in self.second:
-            tensor.requires_grad_()
+    def __init__(self, network: nn.Module):
+        self.model = sparsevd.sparsify(network, initial_log_sigma2=INITIAL_LOG_SIGMA2)
+        self.optimizer: torch.optim.Optimizer = BoundAdam(self.model, RATE, kl_weight=1 / N)
 
-    def noise(self) -> dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
-        make = additive_noise if self.additive else multiplicative_noise
-        return {layer: make(layer, second) for layer, second in zip(self.layers, self.second, strict=True)}
+    def noise(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def objective(self, nll: Tensor) -> Tensor:
+        return nll
 
     def log_alphas(self) -> list[Tensor]:
-        if not self.additive:
-            return self.second
-        return [functional.log_alpha(layer.weight, s) for layer, s in zip(self.layers, self.second, strict=True)]
+        return [layer.log_alpha() for layer in self.model.modules() if isinstance(layer, sparsevd.layers.SparseLinear)]
 
     def kl(self) -> Tensor:
-        return torch.stack([-functional.negative_kl(log_alpha).sum() for log_alpha in self.log_alphas()]).sum()
+        return sparsevd.kl(self.model)
 
-    def sparsity(self) -> float:
-        pruned = sum(int((log_alpha > 3).sum()) for log_alpha in self.log_alphas())
-        return 100 * pruned / sum(s.numel() for s in self.second)
+
+class Original:
+    """(θ, log α) for every weight, started at the same posterior."""
+
+    def __init__(self, network: nn.Module):
+        self.model = network
+        self.layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
+        thetas = [layer.weight.detach() for layer in self.layers]
+        self.alphas = [(INITIAL_LOG_SIGMA2 - 2 * theta.abs().log()).requires_grad_() for theta in thetas]
+        self.ones = [torch.ones_like(theta) for theta in thetas]
+        parameters = [*network.parameters(), *self.alphas]
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=RATE, fused=True)
+
+    def noise(self) -> AbstractContextManager[None]:
+        return noisy_outputs({layer: multiplicative_noise(layer, a) for layer, a in self._pairs()})
+
+    def _pairs(self) -> list[tuple[nn.Linear, Tensor]]:
+        return list(zip(self.layers, self.alphas, strict=True))
+
+    def objective(self, nll: Tensor) -> Tensor:
+        return nll + self.kl() / N
+
+    def log_alphas(self) -> list[Tensor]:
+        return [log_alpha.detach() for log_alpha in self.alphas]
+
+    def kl(self) -> Tensor:
+        """The KL is a function of α alone; with θ = 1 it is that of log σ² = log α."""
+        return kernels.kl(list(zip(self.ones, self.alphas, strict=True)))
+
+
+PARAMETRISATIONS: dict[str, type[Additive] | type[Original]] = {"additive": Additive, "original": Original}
+
+
+def train(method: str, epochs: int, seed: int) -> dict[str, Any]:
+    x, y = load("mnist").train
+    torch.manual_seed(seed)
+    network = MODELS["fc-1000-1000"](10)
+    posterior = PARAMETRISATIONS[method](copy.deepcopy(network))
+    checkpoint = Path("runs") / f"variance-reduction-{method}-seed{seed}.safetensors"
+    state = restored(checkpoint, posterior.optimizer)
+    state = state or {"history": [row(posterior, 0, x, y)], "gradient_variance": [], "seconds": 0.0}
+    while (epoch := len(state["history"])) <= epochs:
+        start = time.monotonic()
+        if method == "additive" and epoch - 1 in (1, epochs // 2, epochs - 1):
+            network.load_state_dict(posterior.model.state_dict(), strict=False)
+            bins = gradient_variance(network, posterior.log_alphas(), x[:BATCH], y[:BATCH])
+            state["gradient_variance"].append({"epoch": epoch - 1, "bins": bins})
+        torch.manual_seed(1000 * seed + epoch)
+        posterior.model.train()
+        with posterior.noise():
+            for chosen in torch.randperm(N).split(BATCH):
+                nll = F.cross_entropy(posterior.model(x[chosen]), y[chosen])
+                posterior.optimizer.zero_grad()
+                posterior.objective(nll).backward()  # type: ignore[no-untyped-call]
+                posterior.optimizer.step()
+        state["history"].append(row(posterior, epoch, x, y))
+        state["seconds"] += time.monotonic() - start
+        save(checkpoint, posterior.optimizer, state)
+        print(method, state["history"][-1], flush=True)
+    return state | {"seconds": round(state["seconds"])}
+
+
+@torch.no_grad()
+def row(posterior: Additive | Original, epoch: int, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """The bound, from one sample per image, and the sparsity."""
+    posterior.model.train()
+    with posterior.noise():
+        parts = zip(x.split(1000), y.split(1000), strict=True)
+        nll = sum(F.cross_entropy(posterior.model(a), b, reduction="sum").item() for a, b in parts)
+    log_alphas = posterior.log_alphas()
+    pruned, weights = (sum(int(count) for count in counts) for counts in zip(*map(_counts, log_alphas), strict=True))
+    return {"epoch": epoch, "elbo": -nll - posterior.kl().item(), "nll": nll, "sparsity": 100 * pruned / weights}
+
+
+def _counts(log_alpha: Tensor) -> tuple[int, int]:
+    return int((log_alpha > 3).sum()), log_alpha.numel()
+
+
+def save(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = {f"{i}": p.detach() for i, p in enumerate(parameters)}
+    tensors |= {f"{i}.{slot}": value for i, p in enumerate(parameters) for slot, value in optimizer.state[p].items()}
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, {"state": json.dumps(state)})
+    temporary.replace(path)
+
+
+def restored(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            parameter.copy_(file.get_tensor(f"{i}"))
+            slots = ("step", "exp_avg", "exp_avg_sq")
+            optimizer.state[parameter] = {slot: file.get_tensor(f"{i}.{slot}") for slot in slots}
+        return dict(json.loads(file.metadata()["state"]))
 
 
 def additive_noise(layer: nn.Linear, log_sigma2: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -73,48 +170,24 @@ def additive_noise(layer: nn.Linear, log_sigma2: Tensor) -> Callable[[Tensor, Te
     )
 
 
-def train(additive: bool, epochs: int, seed: int) -> dict[str, Any]:
-    x, y = load("mnist").train
-    posterior = Posterior(additive, seed)
-    optimizer = torch.optim.Adam([*posterior.network.parameters(), *posterior.second], lr=RATE, fused=True)
-    history, variances = [], []
-    start = time.monotonic()
-    for epoch in range(epochs):
-        if additive and epoch in (1, epochs // 2, epochs - 1):
-            variances.append({"epoch": epoch, "bins": gradient_variance(posterior, x[:BATCH], y[:BATCH])})
-        torch.manual_seed(1000 * seed + epoch)
-        total = 0.0
-        with noisy_outputs(posterior.noise()):
-            for chosen in torch.randperm(len(x)).split(BATCH):
-                nll = F.cross_entropy(posterior.network(x[chosen]), y[chosen])
-                loss = nll + posterior.kl() / len(x)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                total += nll.item() * len(chosen)
-        with torch.no_grad():
-            bound = -total - posterior.kl().item()
-        history.append({"epoch": epoch + 1, "elbo": bound, "nll": total, "sparsity": posterior.sparsity()})
-        print(f"{'additive' if additive else 'original'} {history[-1]}", flush=True)
-    return {"history": history, "gradient_variance": variances, "seconds": round(time.monotonic() - start)}
-
-
-def gradient_variance(posterior: Posterior, x: Tensor, y: Tensor) -> list[dict[str, float]]:
+def gradient_variance(network: nn.Module, log_alphas: list[Tensor], x: Tensor, y: Tensor) -> list[dict[str, float]]:
     """Variance over the noise of ∂NLL/∂θ, mean over the weights of each range of log α, in both parametrisations."""
-    theta = [layer.weight for layer in posterior.layers]
-    log_alphas = [log_alpha.detach() for log_alpha in posterior.log_alphas()]
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    theta = [layer.weight for layer in layers]
+    log_alphas = [log_alpha.detach() for log_alpha in log_alphas]
+    log_sigma2 = [a + 2 * t.detach().abs().log() for a, t in zip(log_alphas, theta, strict=True)]
     moments = {}
     for name, make, second in (
-        ("additive", additive_noise, [s.detach() for s in posterior.second]),
+        ("additive", additive_noise, log_sigma2),
         ("original", multiplicative_noise, log_alphas),
     ):
-        noise = {layer: make(layer, s) for layer, s in zip(posterior.layers, second, strict=True)}
+        noise = {layer: make(layer, s) for layer, s in zip(layers, second, strict=True)}
         first, square = ([torch.zeros_like(t, dtype=torch.float64) for t in theta] for _ in range(2))
         torch.manual_seed(0)
         with noisy_outputs(noise):
-            posterior.network.train()
+            network.train()
             for _ in range(DRAWS):
-                gradients = torch.autograd.grad(F.cross_entropy(posterior.network(x), y), theta)
+                gradients = torch.autograd.grad(F.cross_entropy(network(x), y), theta)
                 for f, s, g in zip(first, square, gradients, strict=True):
                     f += g
                     s += g.double() ** 2
@@ -155,13 +228,14 @@ def figure(records: Records) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "figure"])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--method", choices=PARAMETRISATIONS, action="append")
     arguments = parser.parse_args()
     records = Records("variance_reduction")
     if arguments.action == "run":
-        for method in ("additive", "original"):
+        for method in arguments.method or PARAMETRISATIONS:
             if not records.find(method=method, epochs=arguments.epochs):
-                result = train(method == "additive", arguments.epochs, seed=0)
+                result = train(method, arguments.epochs, seed=0)
                 last = result["history"][-1]
                 records.add(
                     net="fc-1000-1000",
@@ -172,7 +246,7 @@ def main() -> None:
                     elbo=last["elbo"],
                     sparsity=last["sparsity"],
                     ratio=None if math.isclose(last["sparsity"], 100) else 100 / (100 - last["sparsity"]),
-                    command=f"python experiments/variance_reduction.py run --epochs {arguments.epochs}",
+                    command=f"python experiments/variance_reduction.py run --method {method} --epochs {last['epoch']}",
                     **result,
                 )
     figure(records)

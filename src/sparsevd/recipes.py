@@ -18,7 +18,8 @@ class Recipe:
     pretrain_epochs: int = 0
 
 
-# As the paper says, or where it does not say, as Adam has it: nothing is dropped before the end.
+# As the paper says: nothing is dropped before the end. Where it does not say: Adam's own β₂, and our warm-up of β over
+# the first fifth and first log σ².
 _PAPER = FitConfig(
     epochs=200,
     learning_rate=1e-4,
@@ -37,7 +38,7 @@ RECIPES: dict[str, Recipe] = {
         FitConfig(epochs=20, warm_up_end=0.4),
     ),
     "sparsest": Recipe(
-        "fewer weights and more error: twice the rate with log σ² as slow as before, and weights are dropped earlier",
+        "fewer weights and more error: twice the rate, log σ² as slow as before until it catches up, an earlier drop",
         FitConfig(learning_rate=8e-3, log_sigma2_lr_ratio=0.05, drop_from=0.4),
     ),
     "paper": Recipe("the paper's: 200 epochs from random weights, the rate linearly from 1e-4 to zero", _PAPER),

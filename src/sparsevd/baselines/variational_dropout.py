@@ -5,7 +5,7 @@ the bound, with the local reparametrisation. `variational-dropout` keeps α ≤ 
 polynomial for the KL; `variational-dropout-unrestricted` lets α grow, with the KL of eq. 14, and drops weights of log
 α > 3. What Sparse VD changes is the parametrisation alone: noise σ·ε instead of θ·√α·ε (eq. 11).
 
-Suggested settings: the weights' rate is that of Sparse VD; that of log α is not yet tuned.
+Suggested settings: the defaults; they are not tuned on held-out data.
 Known negatives: with α ≤ 1 nothing becomes sparse; without the limit the gradient of θ is noisy where α is large, so
 that, as the Sparse VD paper reports, training is slower and ends at a worse bound.
 Departs from the original: one α per weight, where the authors trained one per layer, unit or input; the KL is warmed
