@@ -179,6 +179,7 @@ def measure(net: str, threads: int, rounds: int) -> dict[str, Any]:
             "quartiles": [round(low, 3), round(high, 3)],
             "median_ms": round(1000 * statistics.median(times[contender]), 3),
             "peak_bytes": step.peak_bytes(),
+            "rounds": rounds,
         }
     return result
 
@@ -214,7 +215,6 @@ def main() -> None:
         "bfloat16_instructions": bool(torch.cpu.get_capabilities().get("avx512_bf16", False)),
         "torch": torch.__version__,
         "sparsevd": importlib.metadata.version("sparsevd"),
-        "rounds": arguments.rounds,
     }
     for net in arguments.nets:
         for threads in arguments.threads:

@@ -5,8 +5,8 @@
 Suggested settings: the default recipe, 40 epochs.
 Known negatives: a step costs two to three dense ones; a deep network from random weights loses too much before it
 learns.
-Departs from the original: the recipe (a higher rate that falls along a half cosine; a slow log σ² that catches up in the
-last 30 % of the run; units dropped once β = 1, weights in the last 30 %); the objective is the paper's.
+Departs from the original: the recipe (a higher rate that falls along a half cosine; a slow log σ² that catches up in
+the last 30 % of the run; units dropped once β = 1, weights in the last 30 %); the objective is the paper's.
 """
 
 from dataclasses import dataclass, field, replace
