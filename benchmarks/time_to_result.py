@@ -2,14 +2,16 @@
 
     python benchmarks/time_to_result.py                  # every variant once, about 15 minutes on two slow cores
     python benchmarks/time_to_result.py --rounds 3       # more of them, in turn
+    OMP_NUM_THREADS=1 python benchmarks/time_to_result.py
     python benchmarks/time_to_result.py table
 
 Each finished run is a record in results/time_to_result.json and is not run again; ratios are to the dense run of the
-same round. The machine should do nothing else meanwhile.
+same round and number of threads. The cores that it uses should do nothing else meanwhile.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 import statistics
@@ -70,17 +72,22 @@ def run(variant: str) -> dict[str, Any]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Markdown: time as a ratio to the dense run of the same round, median and range over the rounds."""
-    dense = {record["round"]: record["seconds"] for record in records if record["variant"] == "dense"}
-    lines = ["| run of 40 epochs | time, dense = 1 | seconds | fewer weights | test error |", "|---|---|---|---|---|"]
-    for variant in VARIANTS:
-        mine = [record for record in records if record["variant"] == variant and record["round"] in dense]
+    dense = {(r["round"], r["threads"]): r["seconds"] for r in records if r["variant"] == "dense"}
+    lines = [
+        "| run of 40 epochs | threads | time, dense = 1 | seconds | fewer weights | test error |",
+        "|---" * 6 + "|",
+    ]
+    for threads, variant in itertools.product(sorted({threads for _, threads in dense}), VARIANTS):
+        mine = [r for r in records if r["variant"] == variant and (r["round"], threads) in dense]
+        mine = [r for r in mine if r["threads"] == threads]
         if not mine:
             continue
-        ratios = [record["seconds"] / dense[record["round"]] for record in mine]
+        ratios = [r["seconds"] / dense[r["round"], threads] for r in mine]
         spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
         seconds = statistics.median(record["seconds"] for record in mine)
         fewer, error = mine[0]["ratio"], mine[0]["error"]
         cells = [
+            str(threads),
             f"{statistics.median(ratios):.2f}{spread}",
             f"{seconds:.0f}",
             f"{fewer}×" if fewer else "",
@@ -100,7 +107,8 @@ def main() -> None:
     if arguments.action == "run":
         for number in range(arguments.rounds):
             for variant in arguments.variants:
-                if any(r["variant"] == variant and r["round"] == number for r in records):
+                wanted = {"variant": variant, "round": number, "threads": torch.get_num_threads()}
+                if any(all(record[key] == value for key, value in wanted.items()) for record in records):
                     continue
                 records.append({"round": number, **run(variant)})
                 temporary = RESULTS.with_suffix(".tmp")
