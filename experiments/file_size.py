@@ -196,7 +196,7 @@ def table(records: list[dict[str, Any]]) -> None:
 
 # Complete files of others, in bytes, and their test errors in %.
 PUBLISHED = {
-    "lenet-300-100": [("entropy-penalised reparametrisation", 8560, 1.9)],
+    "lenet-300-100": [("entropy-penalised\nreparametrisation", 8560, 1.9)],
     "lenet-5-caffe": [("MIRACLE", 1520, 0.96), ("MIRACLE", 3030, 0.69), ("Bayesian Compression", 2300, 1.0)],
 }
 
@@ -213,7 +213,7 @@ def figure(records: list[dict[str, Any]]) -> None:
         for name, size, error in points:
             axis.plot([size / 1000], [error], "k*")
             left = size > 5000  # of the point, where there is room
-            place = {"xytext": (-5 if left else 5, -9), "ha": "right" if left else "left"}
+            place = {"xytext": (-5 if left else 5, -14 if left else -9), "ha": "right" if left else "left"}
             axis.annotate(name, (size / 1000, error), textcoords="offset points", fontsize=7, **place)
         axis.set(xlabel="bytes of the complete file, thousands", ylabel="test error, %", title=model, xscale="log")
         ticks = [1.5, 2, 3, 4, 6, 8, 12]
