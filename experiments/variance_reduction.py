@@ -133,13 +133,9 @@ def row(posterior: Additive | Original, epoch: int, x: Tensor, y: Tensor) -> dic
     with posterior.noise():
         parts = zip(x.split(1000), y.split(1000), strict=True)
         nll = sum(F.cross_entropy(posterior.model(a), b, reduction="sum").item() for a, b in parts)
-    log_alphas = posterior.log_alphas()
-    pruned, weights = (sum(int(count) for count in counts) for counts in zip(*map(_counts, log_alphas), strict=True))
-    return {"epoch": epoch, "elbo": -nll - posterior.kl().item(), "nll": nll, "sparsity": 100 * pruned / weights}
-
-
-def _counts(log_alpha: Tensor) -> tuple[int, int]:
-    return int((log_alpha > 3).sum()), log_alpha.numel()
+    above = torch.cat([log_alpha.flatten() for log_alpha in posterior.log_alphas()]) > 3
+    sparsity = 100 * above.double().mean().item()
+    return {"epoch": epoch, "elbo": -nll - posterior.kl().item(), "nll": nll, "sparsity": sparsity}
 
 
 def save(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

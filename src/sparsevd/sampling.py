@@ -249,6 +249,8 @@ def select(input: Tensor, dimension: int, indices: Tensor) -> Tensor:
 
 def spread(output: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
     """The inverse of `select`: a tensor of this size with the output at the indices and zero elsewhere, plus bias."""
+    if len(indices) == size:
+        return output if bias is None else output + _beside(bias, dimension)
     return _Spread.apply(output, dimension, indices, size, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -263,18 +265,22 @@ def _select(tensor: Tensor, dimension: int, indices: Tensor) -> Tensor:
 
 def _spread(tensor: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
     last = tensor.movedim(dimension, -1)
-    if len(indices) == size or not last.is_contiguous():
-        if len(indices) < size:
-            shape = list(tensor.shape)
-            shape[dimension] = size
-            tensor = tensor.new_zeros(shape).index_copy_(dimension, indices, tensor)
-        return tensor if bias is None else tensor + bias.view(-1, *[1] * (-1 - dimension))
+    if not last.is_contiguous():
+        shape = list(tensor.shape)
+        shape[dimension] = size
+        whole = tensor.new_zeros(shape).index_copy_(dimension, indices, tensor)
+        return whole if bias is None else whole + _beside(bias, dimension)
     # The same, channels next to each other. Reading any column and multiplying is faster than torch's copy to columns.
     source = indices.new_zeros(size).index_copy_(0, indices, torch.arange(len(indices), device=indices.device))
     there = tensor.new_zeros(size).index_fill_(0, indices, 1)
     rows = last.reshape(-1, len(indices)).index_select(1, source)
     rows = rows.mul_(there) if bias is None else torch.addcmul(bias, rows, there, out=rows)
     return rows.view(*last.shape[:-1], size).movedim(-1, dimension)
+
+
+def _beside(bias: Tensor, dimension: int) -> Tensor:
+    """A number per channel, in a shape to add to tensors that have the channels at this dimension, from the end."""
+    return bias.view(-1, *[1] * (-1 - dimension))
 
 
 class _Select(torch.autograd.Function):
