@@ -91,7 +91,8 @@ class Mixture:
     def log_components(self, weights: Tensor) -> Tensor:
         """log(π_j·N(w | μ_j, 1/λ_j)) of every weight, with a last dimension for the components."""
         distance = weights.unsqueeze(-1) - self._all_means()
-        return _log_components(distance, self.log_precisions, self._log_proportions())
+        constant = _log_constant(self.log_precisions, self._log_proportions())
+        return constant - 0.5 * self.log_precisions.exp() * distance**2
 
     def _all_means(self) -> Tensor:
         return torch.cat([torch.zeros(1), self.means])
@@ -116,15 +117,16 @@ class Mixture:
         return self._all_means()[nearest].view_as(weights)
 
 
-def _log_components(distance: Tensor, log_precisions: Tensor, log_proportions: Tensor) -> Tensor:
-    constant = log_proportions + 0.5 * (log_precisions - math.log(2 * math.pi))
-    return constant - 0.5 * log_precisions.exp() * distance**2
+def _log_constant(log_precisions: Tensor, log_proportions: Tensor) -> Tensor:
+    """log(π·√(λ / 2π)): the part of a component that does not depend on the weight."""
+    return log_proportions + 0.5 * (log_precisions - math.log(2 * math.pi))
 
 
 class _LogLikelihood(torch.autograd.Function):
     """Σᵢ log Σⱼ πⱼ·N(wᵢ | μⱼ, 1/λⱼ) with all its gradients in one pass, a few thousand weights at a time.
 
-    Autograd would write a table of weights × components to memory for every operation: two to four times slower.
+    Autograd would write a table of weights × components to memory for every operation, and sums over a short last
+    dimension are slow: with a row for each component this is three times faster than a row for each weight.
     """
 
     @staticmethod
@@ -132,18 +134,21 @@ class _LogLikelihood(torch.autograd.Function):
         value = weights.new_zeros(())
         by_weight = torch.empty_like(weights)
         by_mean, by_precision, by_proportion = (torch.zeros_like(means) for _ in range(3))
-        precisions = log_precisions.exp()
-        for start in range(0, len(weights), 4096):
-            distance = weights[start : start + 4096, None] - means
-            each = _log_components(distance, log_precisions, log_proportions)
-            total = torch.logsumexp(each, 1, keepdim=True)
-            value += total.sum()
-            share = (each - total).exp()  # of each component in each weight
-            pull = share * distance * precisions
-            by_weight[start : start + 4096] = -pull.sum(1)
-            by_mean += pull.sum(0)
-            by_precision += 0.5 * (share - pull * distance).sum(0)
-            by_proportion += share.sum(0)
+        precisions = log_precisions.exp()[:, None]
+        constant = _log_constant(log_precisions, log_proportions)[:, None]
+        for start in range(0, len(weights), 8192):
+            distance = weights[start : start + 8192] - means[:, None]
+            pull = distance * precisions
+            share = torch.addcmul(constant, pull, distance, value=-0.5)  # log of each component at each weight
+            largest = share.amax(0)
+            total = share.sub_(largest).exp_().sum(0)
+            value += (largest + total.log()).sum()
+            share /= total
+            pull *= share
+            by_weight[start : start + 8192] = -pull.sum(0)
+            by_mean += pull.sum(1)
+            by_proportion += share.sum(1)
+            by_precision += 0.5 * (share - pull * distance).sum(1)
         ctx.save_for_backward(by_weight, by_mean, by_precision, by_proportion)
         return value
 
