@@ -8,16 +8,13 @@ One record per seed goes to results/lenet_300_100.json when the seed is finished
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from records import Records
+from records import Records, train
 
+NET = "lenet-300-100"
 SEEDS = range(5)
 # What a variant adds to the command, and to the environment.
 VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -39,29 +36,18 @@ def main() -> None:
     if arguments.action == "run":
         for seed in arguments.seeds:
             if not records.find(variant=arguments.variant, seed=seed):
-                records.add(**train(arguments.variant, seed))
+                records.add(**unit(arguments.variant, seed))
     for variant in VARIANTS:
         print(describe(variant, sorted(records.find(variant=variant), key=lambda record: record["seed"])))
 
 
-def train(variant: str, seed: int) -> dict[str, Any]:
-    name = f"lenet-300-100-seed{seed}" if variant == "recipe" else f"lenet-300-100-{variant}-seed{seed}"
-    out = Path("runs") / name
+def unit(variant: str, seed: int) -> dict[str, Any]:
+    name = f"{NET}-seed{seed}" if variant == "recipe" else f"{NET}-{variant}-seed{seed}"
     options, environment = VARIANTS[variant]
-    command = ["train", "--model", "lenet-300-100", "--data", "mnist", "--seed", str(seed), "--out", str(out), *options]
-    program = [sys.executable, "-m", "sparsevd.cli"]
-    subprocess.run([*program, *command, "--resume"], check=True, env={**os.environ, **environment})
-    summary = json.loads((out / "summary.json").read_text())
-    return {
-        "variant": variant,
-        "seed": seed,
-        "command": " ".join([*(f"{key}={value}" for key, value in environment.items()), "sparsevd", *command]),
-        **{key: value for key, value in summary.items() if key not in ("command", "summary", "finished", "versions")},
-        "per_layer": [
-            {"name": layer["name"], "weights": layer["weights"], "kept": layer["kept"]}
-            for layer in summary["summary"]["layers"]
-        ],
-    }
+    arguments = ["--model", NET, "--data", "mnist", "--seed", str(seed), *options]
+    result = train(*arguments, out=Path("runs") / name, environment=environment)
+    of = {"net": NET, "data": "mnist", "method": "sparse-vd", "epochs": result["settings"]["epochs"]}
+    return {**of, "variant": variant, "seed": seed, **result}
 
 
 def describe(variant: str, records: list[dict[str, Any]]) -> str:
@@ -70,12 +56,9 @@ def describe(variant: str, records: list[dict[str, Any]]) -> str:
         return f"| {variant} | {len(records)} seeds yet |"
     cells = [
         f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}"
-        for v in (
-            [r[key] for r in records]
-            for key in ("test_error", "test_error_before_pruning", "ratio", "elbo", "training_seconds")
-        )
+        for v in ([r[key] for r in records] for key in ("error", "error_before_threshold", "ratio", "elbo", "seconds"))
     ]
-    singly = ", ".join(f"{r['ratio']:.1f}× at {r['test_error']:.2f} %" for r in records)
+    singly = ", ".join(f"{r['ratio']:.1f}× at {r['error']:.2f} %" for r in records)
     return f"| {variant} | {' | '.join(cells)} | {singly} |"
 
 

@@ -1,6 +1,7 @@
 """Where the experiments keep what they measured: results/<item>.json, a list of records, one per finished unit."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -39,10 +40,12 @@ class Records:
         return signed
 
 
-def train(*arguments: str, out: Path) -> dict[str, Any]:
+def train(*arguments: str, out: Path, environment: dict[str, str] | None = None) -> dict[str, Any]:
     """`sparsevd train` with these arguments, going on where a stopped run was: what a record says of the result."""
     command = ["train", *arguments, "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "sparsevd.cli", *command, "--resume"], check=True)
+    environment = environment or {}
+    program = [sys.executable, "-m", "sparsevd.cli"]
+    subprocess.run([*program, *command, "--resume"], check=True, env={**os.environ, **environment})
     summary = json.loads((out / "summary.json").read_text())
     layers = summary["summary"]["layers"]
     return {
@@ -54,7 +57,7 @@ def train(*arguments: str, out: Path) -> dict[str, Any]:
         "elbo": summary["elbo"],
         "seconds": round(summary["training_seconds"], 1),
         "threads": summary["machine"]["threads"],
-        "command": " ".join(["sparsevd", *command]),
+        "command": " ".join([*(f"{key}={value}" for key, value in environment.items()), "sparsevd", *command]),
     }
 
 

@@ -98,7 +98,8 @@ PARAMETRISATIONS: dict[str, type[Additive] | type[Original]] = {"additive": Addi
 
 
 def train(method: str, epochs: int, seed: int) -> dict[str, Any]:
-    x, y = load("mnist").train
+    images = load("mnist")
+    x, y = images.train
     torch.manual_seed(seed)
     network = MODELS["fc-1000-1000"](10)
     posterior = PARAMETRISATIONS[method](copy.deepcopy(network))
@@ -123,7 +124,26 @@ def train(method: str, epochs: int, seed: int) -> dict[str, Any]:
         state["seconds"] += time.monotonic() - start
         save(checkpoint, posterior.optimizer, state)
         print(method, state["history"][-1], flush=True)
-    return state | {"seconds": round(state["seconds"])}
+    network.load_state_dict(posterior.model.state_dict(), strict=False)
+    return state | {"seconds": round(state["seconds"])} | measured(network, posterior.log_alphas(), images.test)
+
+
+@torch.no_grad()
+def measured(network: nn.Module, log_alphas: list[Tensor], test: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """The test error of the means, with all of them and without those of log α > 3, and what is left of each layer."""
+    before = sparsevd.evaluate(network, test).error
+    layers = {name: m for name, m in network.named_modules() if isinstance(m, nn.Linear)}
+    kept = [log_alpha <= 3 for log_alpha in log_alphas]
+    for layer, keep in zip(layers.values(), kept, strict=True):
+        layer.weight.mul_(keep)
+    return {
+        "error": sparsevd.evaluate(network, test).error,
+        "error_before_threshold": before,
+        "per_layer": [
+            {"name": name, "weights": keep.numel(), "kept": int(keep.sum())}
+            for name, keep in zip(layers, kept, strict=True)
+        ],
+    }
 
 
 @torch.no_grad()
