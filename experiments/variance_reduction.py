@@ -72,7 +72,8 @@ class Original:
         self.model = network
         self.layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
         thetas = [layer.weight.detach() for layer in self.layers]
-        self.alphas = [(INITIAL_LOG_SIGMA2 - 2 * theta.abs().log()).requires_grad_() for theta in thetas]
+        size = [theta.abs().clamp(min=1e-8).log() for theta in thetas]  # some of a million random weights are zero
+        self.alphas = [(INITIAL_LOG_SIGMA2 - 2 * s).requires_grad_() for s in size]
         self.ones = [torch.ones_like(theta) for theta in thetas]
         parameters = [*network.parameters(), *self.alphas]
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=RATE, fused=True)
