@@ -245,7 +245,7 @@ def figure(records: Records) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "figure"])
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=70)
     parser.add_argument("--method", choices=PARAMETRISATIONS, action="append")
     arguments = parser.parse_args()
     records = Records("variance_reduction")
