@@ -208,8 +208,10 @@ def figure(records: list[dict[str, Any]]) -> None:
         for run in (record for record in records if record["model"] == model):
             usable = [p for p in run["posterior"].values() if p["error"] < 1.6 * run["pruned_error"]]
             curve = [(point["bytes"] / 1000, point["error"]) for point in usable]
-            axis.plot(*zip(*curve, strict=True), "o-", color="#c1272d", markersize=3, linewidth=1)
-            axis.plot([run["lossless"]["bytes"] / 1000], [run["pruned_error"]], "s", color="#0000a7", markersize=4)
+            present = run["run"].startswith(f"{model}-seed")
+            ours, lossless = ("#c1272d", "#0000a7") if present else ("#e8b4b6", "#b4b4dd")
+            axis.plot(*zip(*curve, strict=True), "o-", color=ours, markersize=3, linewidth=1)
+            axis.plot([run["lossless"]["bytes"] / 1000], [run["pruned_error"]], "s", color=lossless, markersize=4)
         for name, size, error in points:
             axis.plot([size / 1000], [error], "k*")
             left = size > 5000  # of the point, where there is room
@@ -219,7 +221,14 @@ def figure(records: list[dict[str, Any]]) -> None:
         ticks = [1.5, 2, 3, 4, 6, 8, 12]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
-    axes[0].plot([], [], "o-", color="#c1272d", markersize=3, label="posterior, from 0.5 σ on; a line per run")
+    axes[0].plot(
+        [],
+        [],
+        "o-",
+        color="#c1272d",
+        markersize=3,
+        label="posterior, from 0.5 σ on; a line per run (pale: earlier recipes)",
+    )
     axes[0].plot([], [], "s", color="#0000a7", markersize=4, label="lossless")
     axes[0].plot([], [], "k*", label="published by others")
     axes[0].legend(fontsize=7)

@@ -5,7 +5,8 @@
 
 The start is chosen as the paper says: by the bound at the end, which needs no test set. All have the same rate, and
 nothing is dropped before the end: without warm-up, units would be given up from the first epochs on. LeNet-5-Caffe is
-pre-trained for as many epochs; VGG-like starts from the dense network of vgg_like.py, which must have run.
+pre-trained for as many epochs; VGG-like starts from the dense network of vgg_like.py, which must have run. Those dense
+epochs come on top.
 """
 
 import argparse
@@ -21,7 +22,7 @@ OPTIONS = {
 STARTS = {"random": "--warm-up-end 0", "warm-up": "", "pre-trained": "--warm-up-end 0"}
 PRETRAINED = {
     "lenet-5-caffe": f"--pretrain-epochs {EPOCHS['lenet-5-caffe']}",
-    "vgg-like-0.25": "--init-from runs/vgg-like-0.25-cifar10-seed0/pretrain/checkpoint.safetensors",
+    "vgg-like-0.25": "--init-from runs/vgg-like-0.25-cifar10-seed{seed}/pretrain/checkpoint.safetensors",
 }
 
 
@@ -39,7 +40,8 @@ def main() -> None:
                 unit = {"net": net, "start": start, "epochs": EPOCHS[net], "seed": arguments.seed}
                 if not records.find(**unit):
                     options = f"--epochs {EPOCHS[net]} --seed {arguments.seed} {OPTIONS[net]} {STARTS[start]}"
-                    options += f" {PRETRAINED[net]}" if start == "pre-trained" else ""
+                    if start == "pre-trained":
+                        options += f" {PRETRAINED[net].format(seed=arguments.seed)}"
                     out = Path("runs") / f"{net}-{start}-seed{arguments.seed}"
                     result = train("--model", net, *options.split(), out=out)
                     records.add(**unit, data=OPTIONS[net].split()[1], method="sparse-vd", **result)

@@ -23,9 +23,7 @@ def main() -> None:
     records = Records("kl_divergence")
     records.path.unlink(missing_ok=True)
     exact = functional.negative_kl_exact(LOG_ALPHA)
-    figure, axes, path = chart("kl_divergence", 2, figsize=(9, 3.2))
-    axes[0].plot(LOG_ALPHA, exact, color="black", linewidth=3, label="exact, eq. 13")
-    for name, (approximation, colour, limit, claimed) in APPROXIMATIONS.items():
+    for name, (approximation, _, limit, claimed) in APPROXIMATIONS.items():
         value = approximation(LOG_ALPHA)
         error = value - exact
         inside = limit >= LOG_ALPHA
@@ -37,17 +35,33 @@ def main() -> None:
             largest_deviation=error[inside].abs().max().item(),
             largest_deviation_with_best_constant=(error[inside] - constant).abs().max().item(),
             claimed=claimed,
+            curve={"log_alpha": _some(LOG_ALPHA), "exact": _some(exact), "approximation": _some(value)},
         )
         print(
             f"{name}: largest deviation {record['largest_deviation']:.4f}, with the best constant "
             f"{record['largest_deviation_with_best_constant']:.4f}; the paper says {claimed}"
         )
-        axes[0].plot(LOG_ALPHA, value, "--", color=colour, label=name)
-        axes[1].plot(LOG_ALPHA[inside], error[inside], color=colour, label=name)
+    figure(records)
+
+
+def _some(values: torch.Tensor) -> list[float]:
+    return [round(value, 6) for value in values[::40].tolist()]
+
+
+def figure(records: Records) -> None:
+    drawing, axes, path = chart("kl_divergence", 2, figsize=(9, 3.2))
+    for number, record in enumerate(records.all()):
+        _, colour, limit, _ = APPROXIMATIONS[record["approximation"]]
+        log_alpha, exact, value = record["curve"].values()
+        if number == 0:
+            axes[0].plot(log_alpha, exact, color="black", linewidth=3, label="exact, eq. 13")
+        axes[0].plot(log_alpha, value, "--", color=colour, label=record["approximation"])
+        error = [(a, v - e) for a, e, v in zip(log_alpha, exact, value, strict=True) if a <= limit]
+        axes[1].plot(*zip(*error, strict=True), color=colour, label=record["approximation"])
     axes[0].set(xlabel="log α", ylabel="−KL", ylim=(-6.5, 1), title="−KL of one weight")
     axes[0].legend(fontsize=8)
     axes[1].set(xlabel="log α", ylabel="deviation from the exact value", ylim=(-0.1, 0.1), title="deviations")
-    figure.savefig(path, metadata={"Date": None})
+    drawing.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

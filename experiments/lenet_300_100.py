@@ -8,11 +8,10 @@ One record per seed goes to results/lenet_300_100.json when the seed is finished
 """
 
 import argparse
-import statistics
 from pathlib import Path
 from typing import Any
 
-from records import Records, train
+from records import Records, spread, train
 
 NET = "lenet-300-100"
 SEEDS = range(5)
@@ -23,6 +22,7 @@ VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "plain": (["--drop-from", "1"], {"SPARSEVD_KERNELS": "0"}),
     "fast": (["--recipe", "fast"], {}),
     "sparsest": (["--recipe", "sparsest"], {}),
+    "paper": (["--recipe", "paper"], {}),
 }
 
 
@@ -52,12 +52,10 @@ def unit(variant: str, seed: int) -> dict[str, Any]:
 
 def describe(variant: str, records: list[dict[str, Any]]) -> str:
     """Markdown: a row with mean ± standard deviation over the seeds, then the seeds one by one."""
-    if len(records) < 2:
-        return f"| {variant} | {len(records)} seeds yet |"
-    cells = [
-        f"{statistics.mean(v):.2f} ± {statistics.stdev(v):.2f}"
-        for v in ([r[key] for r in records] for key in ("error", "error_before_threshold", "ratio", "elbo", "seconds"))
-    ]
+    if not records:
+        return f"| {variant} | not run |"
+    keys = ("error", "error_before_threshold", "ratio", "elbo", "seconds")
+    cells = [spread([r[key] for r in records]) for key in keys]
     singly = ", ".join(f"{r['ratio']:.1f}× at {r['error']:.2f} %" for r in records)
     return f"| {variant} | {' | '.join(cells)} | {singly} |"
 

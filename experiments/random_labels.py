@@ -90,11 +90,13 @@ def _sparse_vd(dense: nn.Module, case: Case, seed: int, **settings: float) -> di
     torch.manual_seed(seed)
     first = sparsevd.elbo(model, train)
     options = {"epochs": case.epochs, "batch_size": case.batch_size, "seed": seed, **settings}
-    sparsevd.fit(model, train, None, sparsevd.FitConfig(warm_up_end=0.0, drop_from=1.0, contract=False, **options))
+    settings_ = sparsevd.FitConfig(warm_up_end=0.0, drop_from=1.0, contract=False, **options)
+    history = sparsevd.fit(model, train, None, settings_)
     torch.manual_seed(seed)
     bound, empty = sparsevd.elbo(model, train), -case.n * math.log(CLASSES)
     before = sparsevd.evaluate(sparsevd.prune(model, threshold=math.inf), train).error
     bounds = {"elbo_of_start": first, "elbo": bound, "elbo_of_empty_network": empty}
+    bounds["elbo_by_epoch"] = [epoch.elbo for epoch in history]
     return measured(sparsevd.prune(model), train) | {"epochs": case.epochs, "error_before_threshold": before, **bounds}
 
 
@@ -107,7 +109,7 @@ def measured(model: nn.Module, train: tuple[Tensor, Tensor]) -> dict[str, Any]:
         "error": sparsevd.evaluate(model, train).error,
         "sparsity": left.sparsity,
         "ratio": left.ratio if left.kept else None,
-        "per_layer": [{"name": r.name, "weights": r.weights, "kept": r.kept} for r in left.layers],
+        "per_layer": left.per_layer(),
         "constant": bool((outputs == outputs[:1]).all()),
     }
 

@@ -1,8 +1,10 @@
 """Where the experiments keep what they measured: results/<item>.json, a list of records, one per finished unit."""
 
+import fcntl
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -31,12 +33,14 @@ class Records:
         return [r for r in self.all() if all(r.get(key) == value for key, value in wanted.items())]
 
     def add(self, **record: Any) -> dict[str, Any]:
-        """Add a record, signed with versions and commit. Read anew before: another unit may run at the same time."""
-        signed = {"item": self.item, **record, "versions": versions(), "commit": self.commit}
-        lines = ",\n".join(json.dumps(r, ensure_ascii=False) for r in [*self.all(), signed])
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        temporary.replace(self.path)
+        """Add a record, signed with versions and commit. Another unit that ends at the same time waits."""
+        signed = {"item": self.item, "commit": self.commit, **record, "versions": versions()}
+        with open(__file__, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lines = ",\n".join(json.dumps(r, ensure_ascii=False, allow_nan=False) for r in [*self.all(), signed])
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+            temporary.replace(self.path)
         return signed
 
 
@@ -44,6 +48,10 @@ def train(*arguments: str, out: Path, environment: dict[str, str] | None = None)
     """`sparsevd train` with these arguments, going on where a stopped run was: what a record says of the result."""
     command = ["train", *arguments, "--out", str(out)]
     environment = environment or {}
+    begun_with = out / "commit"  # a run that is continued or read again is of the code that began it
+    if not begun_with.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        begun_with.write_text(commit())
     program = [sys.executable, "-m", "sparsevd.cli"]
     subprocess.run([*program, *command, "--resume"], check=True, env={**os.environ, **environment})
     summary = json.loads((out / "summary.json").read_text())
@@ -57,8 +65,14 @@ def train(*arguments: str, out: Path, environment: dict[str, str] | None = None)
         "elbo": summary["elbo"],
         "seconds": round(summary["training_seconds"], 1),
         "threads": summary["machine"]["threads"],
+        "commit": begun_with.read_text(),
         "command": " ".join([*(f"{key}={value}" for key, value in environment.items()), "sparsevd", *command]),
     }
+
+
+def spread(values: list[float]) -> str:
+    """Mean ± standard deviation."""
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from records import Records, chart, train
+from records import Records, chart, spread, train
 
 from sparsevd.baselines import METHODS
 from sparsevd.compare import CompareConfig, compare
@@ -105,16 +105,12 @@ def _row(net: str, method: str, mine: list[dict[str, Any]]) -> str:
         for i in range(len(mine[0]["per_layer"]))
     )
     cells = [
-        _spread([r["error"] for r in mine]),
-        _spread(before) if before else "",
+        spread([r["error"] for r in mine]),
+        spread(before) if before else "",
         zeros,
-        f"{_spread([r['ratio'] for r in mine])}×" if all(r["ratio"] for r in mine) else "every weight went",
+        f"{spread([r['ratio'] for r in mine])}×" if all(r["ratio"] for r in mine) else "every weight went",
     ]
     return f"| {net} | {title} | {paper} | {' | '.join(cells)} | {', '.join(str(r['seed']) for r in mine)} |"
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ larger machines. The run stays in runs/vgg-like-<k>-<data>-seed<s>, with a line 
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,16 @@ from sparsevd.models import MODELS
 PRETRAIN = {"epochs": 15, "learning-rate": 2e-3, "weight-decay": 0.02}
 EPOCHS = 18
 RATE = 1e-3
+SIZES = ("0.25", "0.5", "1", "1.5")
+DATA = ("cifar10", "cifar100")
+
+
+def net_of(k: str) -> str:
+    return "vgg-like" if k == "1" else f"vgg-like-{k}"
 
 
 def run(data: str, k: str, seed: int) -> dict[str, Any]:
-    model = "vgg-like" if k == "1" else f"vgg-like-{k}"
+    model = net_of(k)
     out = Path("runs") / f"{model}-{data}-seed{seed}"
     options = ["--shift", "4", "--mirror", "--batch-size", "128", "--seed", str(seed)]
     options += [part for name, value in PRETRAIN.items() for part in (f"--pretrain-{name}", str(value))]
@@ -61,9 +68,11 @@ def figure(records: Records) -> None:
         sparse = [(first + m["epoch"], m["train_error"]) for m in record["curve"]]
         axes[0].plot(*zip(*dense, strict=True), ":", color=colour, label=f"{label}, dense")
         axes[0].plot(*zip(*sparse, strict=True), color=colour, label=f"{label}, Sparse VD")
-        axes[0].plot([first + len(sparse)], [record["error"]], "o", color=colour, label=f"test {record['error']:.1f} %")
+        tests = {first: record["dense_error"], first + len(sparse): record["error"]}
+        told = f"on test images: {record['dense_error']:.1f} %, {record['error']:.1f} %"
+        axes[0].plot(list(tests), list(tests.values()), "o", color=colour, label=told)
         axes[1].plot([e for e, _ in sparse], [m["ratio"] for m in record["curve"]], color=colour, label=label)
-    axes[0].set(xlabel="epoch", ylabel="error on training images, %", title="error")
+    axes[0].set(xlabel="epoch", ylabel="error, %", title="error on training images, shifted and mirrored")
     axes[1].set(xlabel="epoch", ylabel="|W| / |W≠0|", title="fewer weights", yscale="log")
     axes[0].legend(fontsize=7)
     drawing.savefig(path, metadata={"Date": None})
@@ -72,19 +81,23 @@ def figure(records: Records) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
-    parser.add_argument("--data", choices=["cifar10", "cifar100"], default="cifar10")
-    parser.add_argument("--k", choices=["0.25", "0.5", "1", "1.5"], default="0.25")
+    parser.add_argument("--data", choices=DATA, default="cifar10")
+    parser.add_argument("--k", choices=SIZES, default="0.25")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     records = Records("vgg_like")
-    net = "vgg-like" if arguments.k == "1" else f"vgg-like-{arguments.k}"
-    if arguments.action == "run" and not records.find(net=net, data=arguments.data, seed=arguments.seed):
+    unit = {"net": net_of(arguments.k), "data": arguments.data, "seed": arguments.seed}
+    if arguments.action == "run" and not records.find(**unit):
         records.add(**run(arguments.data, arguments.k, arguments.seed))
     print("| network | data | dense error % | Sparse VD error % | before the threshold | fewer weights |")
     print("|---|---|---|---|---|---|")
-    for r in records.all():
-        errors = " | ".join(f"{r[key]:.2f}" for key in ("dense_error", "error", "error_before_threshold"))
-        print(f"| {r['net']} | {r['data']} | {errors} | {r['ratio']:.1f}× |")
+    for k, data in itertools.product(SIZES, DATA):
+        rows = records.find(net=net_of(k), data=data)
+        for r in rows:
+            errors = " | ".join(f"{r[key]:.2f}" for key in ("dense_error", "error", "error_before_threshold"))
+            print(f"| {r['net']} | {r['data']} | {errors} | {r['ratio']:.1f}× |")
+        if not rows:
+            print(f"| {net_of(k)} | {data} | not run | | | |")
     if records.all():
         figure(records)
 

@@ -15,9 +15,11 @@ from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import Mixture, SoftWeightSharing
 from sparsevd.baselines.surgery import Surgery
 from sparsevd.baselines.variational_dropout import VariationalDropout, multiplicative_noise
+from sparsevd.convert import sparsify
 from sparsevd.errors import ArgumentError
-from sparsevd.evaluate import evaluate
+from sparsevd.evaluate import elbo, evaluate
 from sparsevd.fit import FitConfig
+from sparsevd.layers import SparseLayer
 from sparsevd.summary import summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -209,12 +211,41 @@ def test_multiplicative_noise_is_that_of_sampled_weights(layer):
     assert (local.std(0) - sampled.std(0)).abs().max() < 0.1 * scale
 
 
-def test_the_restricted_rate_stays_below_one():
-    class Watched(Training):
-        def run(self, model, optimizer, epochs, **keywords):
-            super().run(model, optimizer, epochs, **keywords)
-            self.log_alphas = optimizer.param_groups[1]["params"]
+def test_multiplicative_noise_is_finite_where_alpha_is_not():
+    layer = nn.Linear(4, 3)
+    nn.init.constant_(layer.weight, 1e-25)
+    with noisy_outputs({layer: multiplicative_noise(layer, torch.full((3, 4), 100.0))}):
+        assert layer(torch.ones(2, 4)).isfinite().all()
 
+
+class Watched(Training):
+    """Keeps the log α of Variational Dropout."""
+
+    def run(self, model, optimizer, epochs, **keywords):
+        super().run(model, optimizer, epochs, **keywords)
+        self.log_alphas = optimizer.param_groups[1]["params"]
+
+
+def test_the_bound_of_variational_dropout_is_that_of_sparse_vd_with_the_same_posterior():
+    training = Watched(problem(), epochs=5, progress=False)
+    outcome = VariationalDropout(restricted=False).train(network(), training)
+    twin = sparsify(outcome.before_threshold)
+    layers = [module for module in twin.modules() if isinstance(module, SparseLayer)]
+    with torch.no_grad():
+        for layer, log_alpha in zip(layers, training.log_alphas, strict=True):
+            layer.log_sigma2.copy_(log_alpha + 2 * layer.weight.abs().log())
+    bounds = [elbo(twin, training.data) for _ in range(10)]
+    assert outcome.elbo == pytest.approx(sum(bounds) / 10, abs=3 * (max(bounds) - min(bounds)))
+    assert max(bounds) - min(bounds) < 0.02 * abs(outcome.elbo)
+
+
+def test_variational_dropout_turns_other_dropout_off():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    VariationalDropout().train(model, Training(problem(), epochs=1, progress=False))
+    assert model[2].p == 0
+
+
+def test_the_restricted_rate_stays_below_one():
     limits = {}
     for restricted in (True, False):
         training = Watched(problem(), epochs=5, progress=False)

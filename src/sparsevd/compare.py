@@ -104,7 +104,7 @@ def compare(
                 "error": evaluate(outcome.network, measured_on).error,
                 "error_before_threshold": evaluate(before, measured_on).error if before is not None else None,
                 "ratio": left.ratio if left.kept else None,
-                "per_layer": [{"name": r.name, "weights": r.weights, "kept": r.kept} for r in left.layers],
+                "per_layer": left.per_layer(),
                 "elbo": outcome.elbo,
                 "seconds": round(seconds, 1),
                 "threads": torch.get_num_threads(),

@@ -1,6 +1,6 @@
 """How good a network is: loss and error on data, and the variational bound on the training set."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,12 +44,18 @@ def elbo(model: nn.Module, train: Data, loss: Loss = F.cross_entropy, n_train: i
     Only the Sparse VD layers are put in training mode, so that batch normalisation keeps its statistics.
     """
     n = n_train if n_train is not None else size(checked(train, "train"), "train")
-    with _modes_restored(model), torch.no_grad():
+    noisy = [module for module in model.modules() if isinstance(module, SparseLayer)]
+    with torch.no_grad():
+        return -(n * noisy_loss(model, noisy, train, loss) + kl(model).item())
+
+
+def noisy_loss(model: nn.Module, noisy: Iterable[nn.Module], data: Data, loss: Loss) -> float:
+    """The mean loss with these modules in training mode and all others in eval mode."""
+    with _modes_restored(model):
         model.eval()
-        for module in model.modules():
-            if isinstance(module, SparseLayer):
-                module.train()
-        return -(n * _average(model, train, loss).loss + kl(model).item())
+        for module in noisy:
+            module.train()
+        return _average(model, data, loss).loss
 
 
 @contextmanager

@@ -55,6 +55,10 @@ class ModelSummary:
         """|W| / |W≠0|: how many times fewer weights."""
         return self.weights / self.kept if self.kept else math.inf
 
+    def per_layer(self) -> list[dict[str, Any]]:
+        """Weights and kept weights of each layer, as a record of an experiment has them."""
+        return [{"name": layer.name, "weights": layer.weights, "kept": layer.kept} for layer in self.layers]
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it; an infinite ratio is None."""
         layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers]

@@ -9,8 +9,9 @@ leaves a sixth of the weights at 1.74 %, 2.6 leaves an eighteenth at 2.57 %; the
 Known negatives: removed weights never return, so too high a threshold cannot be made good; of weights that are still as
 uniform as torch starts them, a quality above 1.73 leaves none.
 Departs from the original: the quality grows over `rounds` equal steps to its final value, where the paper searches
-each step by hand; Adam instead of SGD; the retraining rate starts at a half of the first rate, not at a tenth, and
-falls to zero within each round, without L2; all thresholds come from the deviation of the dense layer's weights.
+each step by hand; AdamW and its decoupled decay instead of SGD and L2; the retraining rate starts at a half of the
+first rate, not at a tenth, and falls to zero within each round, without L2; Dropout rates of the network stay as they
+are; all thresholds come from the deviation of the dense layer's weights.
 """
 
 from dataclasses import dataclass

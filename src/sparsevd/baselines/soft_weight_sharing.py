@@ -9,8 +9,9 @@ Suggested settings: `tau` and `zero_proportion` decide the sparsity. The rates a
 tutorial; not yet tuned on held-out data for our budgets.
 Known negatives: slow, J passes over all weights a step; the last rounding costs accuracy where the mixture has not
 become sharp.
-Departs from the original: components are not merged afterwards (that changes the code book, not the zeros); biases
-keep their own values; weight and mixture rates fall to zero along a half cosine.
+Departs from the original: components are not merged afterwards (one that came to lie at zero would add zeros); they
+start over the range of the weights, not over ±0.6; batches are larger than those of the dense part; biases keep their
+own values; weight and mixture rates fall to zero along a half cosine.
 """
 
 import copy

@@ -3,13 +3,13 @@
 Every weight is w = θ·(1 + √α·ε) with an α of its own (eq. 7, 10 of the Sparse VD paper); (θ, log α) are trained on
 the bound, with the local reparametrisation. `variational-dropout` keeps α ≤ 1 as the authors did, with their
 polynomial for the KL; `variational-dropout-unrestricted` lets α grow, with the KL of eq. 14, and drops weights of log
-α > 3. What Sparse VD changes is the parametrisation alone: noise σ·ε instead of θ·√α·ε (eq. 11).
+α > 3. Sparse VD has the same posteriors and the same bound, with noise σ·ε instead of θ·√α·ε (eq. 11).
 
 Suggested settings: the defaults; they are not tuned on held-out data.
 Known negatives: with α ≤ 1 nothing becomes sparse; without the limit the gradient of θ is noisy where α is large, so
 that, as the Sparse VD paper reports, training is slower and ends at a worse bound.
 Departs from the original: one α per weight, where the authors trained one per layer, unit or input; the KL is warmed
-up as for Sparse VD, for a fair comparison.
+up and the network's Dropout modules are off, as for Sparse VD.
 """
 
 import copy
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from sparsevd import functional
 from sparsevd.baselines.noise import noisy_outputs, product
 from sparsevd.baselines.training import Method, Outcome, Training, weight_layers
+from sparsevd.convert import DROPOUT_TYPES
+from sparsevd.evaluate import noisy_loss
 from sparsevd.layers import THRESHOLD
 from sparsevd.objective import warm_up
 
@@ -41,6 +43,9 @@ class VariationalDropout(Method):
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
         layers = weight_layers(model)
+        for module in model.modules():
+            if isinstance(module, DROPOUT_TYPES):
+                module.p = 0.0
         log_alphas = {
             name: torch.full_like(cast(Tensor, layer.weight), self.initial_log_alpha, requires_grad=True)
             for name, layer in layers.items()
@@ -48,9 +53,11 @@ class VariationalDropout(Method):
         negative_kl = functional.negative_kl_kingma_cubic if self.restricted else functional.negative_kl
         beta = warm_up(0.0, self.warm_up_end)
 
+        def divergence() -> Tensor:
+            return torch.stack([-negative_kl(log_alpha).sum() for log_alpha in log_alphas.values()]).sum()
+
         def penalty(done: float) -> Tensor:
-            divergence = torch.stack([-negative_kl(log_alpha).sum() for log_alpha in log_alphas.values()]).sum()
-            return beta(done) / training.n * divergence
+            return beta(done) / training.n * divergence()
 
         def restrict(done: float) -> None:
             with torch.no_grad():
@@ -73,11 +80,14 @@ class VariationalDropout(Method):
                 penalty=penalty,
                 after_step=restrict if self.restricted else None,
             )
+            with torch.no_grad():
+                nll = training.n * noisy_loss(model, layers.values(), training.data, training.loss)
+                bound = -(nll + divergence().item())
         before = copy.deepcopy(model)
         with torch.no_grad():
             for name, layer in layers.items():
                 cast(Tensor, layer.weight).masked_fill_(log_alphas[name] > THRESHOLD, 0)
-        return Outcome(model, before_threshold=before)
+        return Outcome(model, before_threshold=before, elbo=bound)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ def multiplicative_noise(layer: nn.Module, log_alpha: Tensor) -> Callable[[Tenso
 
     def noisy(input: Tensor, output: Tensor) -> Tensor:
         weight = cast(Tensor, layer.weight)
-        delta = product(layer, input * input, log_alpha.exp() * weight * weight)
+        # (√α·θ)²: α may overflow where θ is tiny, its root does not.
+        delta = product(layer, input * input, ((0.5 * log_alpha).exp() * weight) ** 2)
         return functional.noisy_output(output, delta, torch.randn_like(output))
 
     return noisy
