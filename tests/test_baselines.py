@@ -148,7 +148,7 @@ def test_surgery_lets_masked_weights_learn_and_return():
 def test_the_mixture_is_the_density_of_torch():
     torch.manual_seed(0)
     weights = 0.3 * torch.randn(50)
-    mixture = Mixture(weights, SoftWeightSharing(components=4))
+    mixture = Mixture(weights, SoftWeightSharing(components=4, zero_proportion=0.99))
     with torch.no_grad():
         mixture.logits.copy_(torch.randn(4))
     proportions = torch.cat([torch.tensor([0.99]), 0.01 * mixture.logits.softmax(0)])

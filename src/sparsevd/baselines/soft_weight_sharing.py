@@ -12,8 +12,8 @@ rates and its tau, a tenth of ours, need more steps than such a budget has.
 Known negatives: slow, J passes over all weights a step; the last rounding costs accuracy where the mixture has not
 become sharp.
 Departs from the original: components are not merged afterwards (one that came to lie at zero would add zeros); they
-start over the range of nearly all weights, not over ±0.6; batches are larger than those of the dense part; biases keep their
-own values; weight and mixture rates fall to zero along a half cosine.
+start over the range of nearly all weights, not over ±0.6; batches are larger than those of the dense part; biases keep
+their own values; weight and mixture rates fall to zero along a half cosine.
 """
 
 import copy
