@@ -13,18 +13,14 @@ import argparse
 import contextlib
 import io
 import itertools
-import json
-import platform
 import statistics
-import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from records import chart
+from records import Records, chart
 
 import sparsevd
 from sparsevd import compress, data, pack
@@ -32,8 +28,6 @@ from sparsevd.compress import CompressConfig
 from sparsevd.pack import container, native, quantise, symbols
 from sparsevd.pack.container import Form
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "file_size.json"
 STEPS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 BITS = (8, 6, 5, 4)
 NNCODEC = ((-24, True), (-18, True), (-16, True), (-16, False))  # its quality, and whether dependent quantisation
@@ -75,9 +69,7 @@ def measure(folder: Path) -> dict[str, Any]:
             config = CompressConfig(path, Path(temporary) / "m.spvd", max_error_increase=limit)
             result = compress.compress(config)
             record["chosen"][str(limit)] = {"bytes": result.size, "steps": result.steps, "error": result.test.error}
-    commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=HERE, text=True).strip()
-    machine = {"processor": platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
-    return record | {"commit": commit, "machine": machine, "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return record
 
 
 def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
@@ -246,14 +238,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*")
     options = parser.parse_args()
-    records = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    records = Records("file_size")
     for folder in options.runs:
-        if any(record["run"] == folder.name for record in records):
-            continue
-        records.append(measure(folder))
-        RESULTS.write_text(json.dumps(records, indent=1) + "\n")
-    table(records)
-    figure(records)
+        if not records.find(run=folder.name):
+            records.add(**measure(folder))
+    table(records.all())
+    figure(records.all())
 
 
 if __name__ == "__main__":
