@@ -25,6 +25,7 @@ EPOCHS = 18
 RATE = 1e-3
 SIZES = ("0.25", "0.5", "1", "1.5")
 DATA = ("cifar10", "cifar100")
+RATIOS = (2, 3, 5, 10, 20, 30, 50)  # of the axis
 
 
 def net_of(k: str) -> str:
@@ -74,7 +75,10 @@ def figure(records: Records) -> None:
         axes[1].plot([e for e, _ in sparse], [m["ratio"] for m in record["curve"]], color=colour, label=label)
     axes[0].set(xlabel="epoch", ylabel="error, %", title="error on training images, shifted and mirrored")
     axes[1].set(xlabel="epoch", ylabel="|W| / |W≠0|", title="fewer weights", yscale="log")
-    axes[0].legend(fontsize=7)
+    axes[1].set_yticks(RATIOS, [f"{ratio}×" for ratio in RATIOS])
+    axes[1].minorticks_off()
+    axes[1].legend(fontsize=7)
+    axes[0].legend(fontsize=7, loc="center right", bbox_to_anchor=(1, 0.33))
     drawing.savefig(path, metadata={"Date": None})
 
 
