@@ -213,14 +213,8 @@ def figure(records: list[dict[str, Any]]) -> None:
         ticks = [1.5, 2, 3, 4, 6, 8, 12]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
-    axes[0].plot(
-        [],
-        [],
-        "o-",
-        color="#c1272d",
-        markersize=3,
-        label="posterior, from 0.5 σ on; a line per run (pale: earlier recipes)",
-    )
+    told = "posterior, from 0.5 σ on; a line per run (pale: earlier recipes)"
+    axes[0].plot([], [], "o-", color="#c1272d", markersize=3, label=told)
     axes[0].plot([], [], "s", color="#0000a7", markersize=4, label="lossless")
     axes[0].plot([], [], "k*", label="published by others")
     axes[0].legend(fontsize=7)

@@ -7,7 +7,7 @@ A fully-connected network (two layers of 1,000 units) on the first images of MNI
 images of CIFAR-10, with N to match; the labels are drawn at random, so there is nothing to learn. (The paper has all of
 MNIST; to memorise 60,000 labels under dropout takes hours here.) Units: Binary Dropout 0.5 before every fully-connected
 layer that does not read the image; Sparse VD from random weights with β = 1 from the start; Sparse VD from a dense
-network that has memorised the labels, fine-tuned at 1e-5 with a log σ² fast enough to arrive. The bound of the empty
+network that has memorised the labels, fine-tuned at 1e-5 with a far faster log σ². The bound of the empty
 network, −N·log 10, is what the last must be compared with: a lower bound means that the empty network is the better
 model. `error_before_threshold` says whether it still knows the labels by heart.
 """
@@ -91,8 +91,8 @@ def _sparse_vd(dense: nn.Module, case: Case, seed: int, **settings: float) -> di
     torch.manual_seed(seed)
     first = sparsevd.elbo(model, train)
     options = {"epochs": case.epochs, "batch_size": case.batch_size, "seed": seed, **settings}
-    settings_ = sparsevd.FitConfig(warm_up_end=0.0, drop_from=1.0, contract=False, **options)
-    history = sparsevd.fit(model, train, None, settings_)
+    config = sparsevd.FitConfig(warm_up_end=0.0, drop_from=1.0, contract=False, **options)
+    history = sparsevd.fit(model, train, None, config)
     torch.manual_seed(seed)
     bound, empty = sparsevd.elbo(model, train), -case.n * math.log(CLASSES)
     before = sparsevd.evaluate(sparsevd.prune(model, threshold=math.inf), train).error

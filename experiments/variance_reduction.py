@@ -136,17 +136,13 @@ def train(method: str, epochs: int, seed: int) -> dict[str, Any]:
 def measured(network: nn.Module, log_alphas: list[Tensor], test: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """The test error of the means, with all of them and without those of log α > 3, and what is left of each layer."""
     before = sparsevd.evaluate(network, test).error
-    layers = {name: m for name, m in network.named_modules() if isinstance(m, nn.Linear)}
-    kept = [log_alpha <= 3 for log_alpha in log_alphas]
-    for layer, keep in zip(layers.values(), kept, strict=True):
-        layer.weight.mul_(keep)
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    for layer, log_alpha in zip(layers, log_alphas, strict=True):
+        layer.weight.masked_fill_(log_alpha > 3, 0)
     return {
         "error": sparsevd.evaluate(network, test).error,
         "error_before_threshold": before,
-        "per_layer": [
-            {"name": name, "weights": keep.numel(), "kept": int(keep.sum())}
-            for name, keep in zip(layers, kept, strict=True)
-        ],
+        "per_layer": sparsevd.summary(network).per_layer(),
     }
 
 
