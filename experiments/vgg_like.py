@@ -4,7 +4,8 @@
     python experiments/vgg_like.py table
 
 Training images are shifted by up to four pixels and mirrored. k = 0.25 fits two cores; --k 1 is the same command for
-larger machines. The run stays in runs/vgg-like-<k>-<data>-seed<s>, with a line per epoch in metrics.jsonl.
+larger machines. The run stays in runs/vgg-like-<k>-<data>-seed<s>, with a line per epoch in metrics.jsonl; --dense
+takes the pre-trained network from the folder of an earlier run.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from sparsevd.data import load
 from sparsevd.models import MODELS
 
 PRETRAIN = {"epochs": 15, "learning-rate": 2e-3, "weight-decay": 0.02}
-EPOCHS = 18
+EPOCHS = 24
 RATE = 1e-3
 SIZES = ("0.25", "0.5", "1", "1.5")
 DATA = ("cifar10", "cifar100")
@@ -32,18 +33,22 @@ def net_of(k: str) -> str:
     return "vgg-like" if k == "1" else f"vgg-like-{k}"
 
 
-def run(data: str, k: str, seed: int) -> dict[str, Any]:
+def run(data: str, k: str, seed: int, earlier: Path | None) -> dict[str, Any]:
     model = net_of(k)
     out = Path("runs") / f"{model}-{data}-seed{seed}"
     options = ["--shift", "4", "--mirror", "--batch-size", "128", "--seed", str(seed)]
-    options += [part for name, value in PRETRAIN.items() for part in (f"--pretrain-{name}", str(value))]
+    if earlier:
+        options += ["--init-from", str(earlier / "pretrain" / "checkpoint.safetensors")]
+    else:
+        options += [part for name, value in PRETRAIN.items() for part in (f"--pretrain-{name}", str(value))]
     options += ["--epochs", str(EPOCHS), "--learning-rate", str(RATE)]
     result = train("--model", model, "--data", data, *options, out=out)
     splits = load(data)
     dense = MODELS[model](splits.classes)
-    load_weights(dense, out / "pretrain" / "checkpoint.safetensors")
+    pretrain = (earlier or out) / "pretrain"
+    load_weights(dense, pretrain / "checkpoint.safetensors")
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    pretraining = [json.loads(line) for line in (out / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    pretraining = [json.loads(line) for line in (pretrain / "metrics.jsonl").read_text().splitlines()]
     return {
         "net": model,
         "data": data,
@@ -64,7 +69,7 @@ def figure(records: Records) -> None:
     drawing, axes, path = chart("vgg_like", 2, figsize=(9, 3.2))
     for record, colour in zip(records.all(), ("#c1272d", "#0000a7", "#008176"), strict=False):
         first = len(record["pretraining"])
-        label = f"{record['net']}, {record['data']}"
+        label = f"{record['net']}, {record['data']}, {record['epochs']} epochs"
         dense = [(m["epoch"], m["train_error"]) for m in record["pretraining"]]
         sparse = [(first + m["epoch"], m["train_error"]) for m in record["curve"]]
         axes[0].plot(*zip(*dense, strict=True), ":", color=colour, label=f"{label}, dense")
@@ -88,20 +93,23 @@ def main() -> None:
     parser.add_argument("--data", choices=DATA, default="cifar10")
     parser.add_argument("--k", choices=SIZES, default="0.25")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dense", type=Path, metavar="FOLDER", help="of an earlier run of the same network and data")
     arguments = parser.parse_args()
     records = Records("vgg_like")
-    unit = {"net": net_of(arguments.k), "data": arguments.data, "seed": arguments.seed}
+    unit = {"net": net_of(arguments.k), "data": arguments.data, "seed": arguments.seed, "epochs": EPOCHS}
     if arguments.action == "run" and not records.find(**unit):
-        records.add(**run(arguments.data, arguments.k, arguments.seed))
-    print("| network | data | dense error % | Sparse VD error % | before the threshold | fewer weights |")
-    print("|---|---|---|---|---|---|")
+        records.add(**run(arguments.data, arguments.k, arguments.seed, arguments.dense))
+    print("| network | data | epochs | dense error % | Sparse VD error % | before the threshold | fewer weights |")
+    print("|---|---|---|---|---|---|---|")
     for k, data in itertools.product(SIZES, DATA):
         rows = records.find(net=net_of(k), data=data)
         for r in rows:
             errors = " | ".join(f"{r[key]:.2f}" for key in ("dense_error", "error", "error_before_threshold"))
-            print(f"| {r['net']} | {r['data']} | {errors} | {r['ratio']:.1f}× |")
+            print(
+                f"| {r['net']} | {r['data']} | {len(r['pretraining'])} + {r['epochs']} | {errors} | {r['ratio']:.1f}× |"
+            )
         if not rows:
-            print(f"| {net_of(k)} | {data} | not run | | | |")
+            print(f"| {net_of(k)} | {data} | not run | | | | |")
     if records.all():
         figure(records)
 
