@@ -5,7 +5,8 @@
 
 Training images are shifted by up to four pixels and mirrored. k = 0.25 fits two cores; --k 1 is the same command for
 larger machines. The run stays in runs/vgg-like-<k>-<data>-seed<s>, with a line per epoch in metrics.jsonl; --dense
-takes the pre-trained network from the folder of an earlier run.
+takes the pre-trained network from the folder of an earlier run. The table measures, for every run that is there, what
+lower thresholds of log α would give: the whole way from its sparsity to too much of it.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sparsevd
 from sparsevd.checkpoint import load_weights
 from sparsevd.data import load
 from sparsevd.models import MODELS
+from sparsevd.restore import restore
 
 PRETRAIN = {"epochs": 15, "learning-rate": 2e-3, "weight-decay": 0.02}
 EPOCHS = 24
@@ -27,15 +29,22 @@ RATE = 1e-3
 SIZES = ("0.25", "0.5", "1", "1.5")
 DATA = ("cifar10", "cifar100")
 RATIOS = (2, 3, 5, 10, 20, 30, 50)  # of the axis
+AXIS = (10, 20, 50, 100, 200, 500)
+THRESHOLDS = (3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0)
+UNIT = ("net", "data", "seed", "epochs")
 
 
 def net_of(k: str) -> str:
     return "vgg-like" if k == "1" else f"vgg-like-{k}"
 
 
+def folder(net: str, data: str, seed: int) -> Path:
+    return Path("runs") / f"{net}-{data}-seed{seed}"
+
+
 def run(data: str, k: str, seed: int, earlier: Path | None) -> dict[str, Any]:
     model = net_of(k)
-    out = Path("runs") / f"{model}-{data}-seed{seed}"
+    out = folder(model, data, seed)
     options = ["--shift", "4", "--mirror", "--batch-size", "128", "--seed", str(seed)]
     if earlier:
         options += ["--init-from", str(earlier / "pretrain" / "checkpoint.safetensors")]
@@ -65,8 +74,18 @@ def run(data: str, k: str, seed: int, earlier: Path | None) -> dict[str, Any]:
     }
 
 
-def figure(records: Records) -> None:
-    drawing, axes, path = chart("vgg_like", 2, figsize=(9, 3.2))
+def sweep(record: dict[str, Any]) -> list[dict[str, float]]:
+    """Test error and sparsity of a finished run by threshold."""
+    found = []
+    for threshold in THRESHOLDS:
+        network = restore(folder(record["net"], record["data"], record["seed"]), threshold=threshold).network
+        error = sparsevd.evaluate(network, load(record["data"]).test).error
+        found.append({"threshold": threshold, "ratio": sparsevd.summary(network).ratio, "error": error})
+    return found
+
+
+def figure(records: Records, sweeps: Records) -> None:
+    drawing, axes, path = chart("vgg_like", 3, figsize=(12, 3.4))
     for record, colour in zip(records.all(), ("#c1272d", "#0000a7", "#008176"), strict=False):
         first = len(record["pretraining"])
         label = f"{record['net']}, {record['data']}, {record['epochs']} epochs"
@@ -78,10 +97,18 @@ def figure(records: Records) -> None:
         told = f"on test images: {record['dense_error']:.1f} %, {record['error']:.1f} %"
         axes[0].plot(list(tests), list(tests.values()), "o", color=colour, label=told)
         axes[1].plot([e for e, _ in sparse], [m["ratio"] for m in record["curve"]], color=colour, label=label)
+        for swept in sweeps.find(**{key: record[key] for key in UNIT}):
+            curve = [(point["ratio"], point["error"]) for point in swept["thresholds"]]
+            axes[2].plot(*zip(*curve, strict=True), ".-", color=colour)
+            axes[2].axhline(record["dense_error"], color=colour, linestyle=":")
     axes[0].set(xlabel="epoch", ylabel="error, %", title="error on training images, shifted and mirrored")
     axes[1].set(xlabel="epoch", ylabel="|W| / |W≠0|", title="fewer weights", yscale="log")
     axes[1].set_yticks(RATIOS, [f"{ratio}×" for ratio in RATIOS])
-    axes[1].minorticks_off()
+    axes[2].set(xlabel="|W| / |W≠0|", ylabel="error, %", title="test images, by threshold; dotted: dense", xscale="log")
+    axes[2].set_ylim(0, 100)
+    axes[2].set_xticks(AXIS, [f"{ratio}×" for ratio in AXIS])
+    for axis in axes[1:]:
+        axis.minorticks_off()
     axes[1].legend(fontsize=7)
     axes[0].legend(fontsize=7, loc="center right", bbox_to_anchor=(1, 0.33))
     drawing.savefig(path, metadata={"Date": None})
@@ -110,8 +137,15 @@ def main() -> None:
             )
         if not rows:
             print(f"| {net_of(k)} | {data} | not run | | | | |")
+    sweeps = Records("vgg_like_thresholds")
+    for record in records.all():
+        unit = {key: record[key] for key in UNIT}
+        metrics = folder(*(record[key] for key in UNIT[:3])) / "metrics.jsonl"
+        there = metrics.exists() and len(metrics.read_text().splitlines()) == record["epochs"]
+        if there and not sweeps.find(**unit):
+            sweeps.add(**unit, thresholds=sweep(record))
     if records.all():
-        figure(records)
+        figure(records, sweeps)
 
 
 if __name__ == "__main__":
