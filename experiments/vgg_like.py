@@ -1,12 +1,13 @@
 """Figure 3 of the paper: VGG-like networks on CIFAR, pre-trained with Binary Dropout and weight decay, then Sparse VD.
 
     OMP_NUM_THREADS=1 python experiments/vgg_like.py run --data cifar10      # about two hours on one slow core; goes on
+    python experiments/vgg_like.py thresholds      # of the runs that are there: some minutes
     python experiments/vgg_like.py table
 
 Training images are shifted by up to four pixels and mirrored. k = 0.25 fits two cores; --k 1 is the same command for
 larger machines. The run stays in runs/vgg-like-<k>-<data>-seed<s>, with a line per epoch in metrics.jsonl; --dense
-takes the pre-trained network from the folder of an earlier run. The table measures, for every run that is there, what
-lower thresholds of log α would give: the whole way from its sparsity to too much of it.
+takes the pre-trained network from the folder of an earlier run. `thresholds` measures what lower thresholds of log α
+would give: the whole way from a run's sparsity to too much of it.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def figure(records: Records, sweeps: Records) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["run", "table"])
+    parser.add_argument("action", choices=["run", "thresholds", "table"])
     parser.add_argument("--data", choices=DATA, default="cifar10")
     parser.add_argument("--k", choices=SIZES, default="0.25")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,6 +127,14 @@ def main() -> None:
     unit = {"net": net_of(arguments.k), "data": arguments.data, "seed": arguments.seed, "epochs": EPOCHS}
     if arguments.action == "run" and not records.find(**unit):
         records.add(**run(arguments.data, arguments.k, arguments.seed, arguments.dense))
+    sweeps = Records("vgg_like_thresholds")
+    if arguments.action == "thresholds":
+        for record in records.all():
+            unit = {key: record[key] for key in UNIT}
+            metrics = folder(*(record[key] for key in UNIT[:3])) / "metrics.jsonl"
+            there = metrics.exists() and len(metrics.read_text().splitlines()) == record["epochs"]
+            if there and not sweeps.find(**unit):
+                sweeps.add(**unit, thresholds=sweep(record))
     print("| network | data | epochs | dense error % | Sparse VD error % | before the threshold | fewer weights |")
     print("|---|---|---|---|---|---|---|")
     for k, data in itertools.product(SIZES, DATA):
@@ -137,13 +146,6 @@ def main() -> None:
             )
         if not rows:
             print(f"| {net_of(k)} | {data} | not run | | | | |")
-    sweeps = Records("vgg_like_thresholds")
-    for record in records.all():
-        unit = {key: record[key] for key in UNIT}
-        metrics = folder(*(record[key] for key in UNIT[:3])) / "metrics.jsonl"
-        there = metrics.exists() and len(metrics.read_text().splitlines()) == record["epochs"]
-        if there and not sweeps.find(**unit):
-            sweeps.add(**unit, thresholds=sweep(record))
     if records.all():
         figure(records, sweeps)
 
