@@ -30,7 +30,7 @@ RATE = 1e-3
 SIZES = ("0.25", "0.5", "1", "1.5")
 DATA = ("cifar10", "cifar100")
 RATIOS = (2, 3, 5, 10, 20, 30, 50)  # of the axis
-AXIS = (10, 20, 50, 100, 200, 500)
+AXIS = (10, 20, 30, 50, 100)
 THRESHOLDS = (3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0)
 UNIT = ("net", "data", "seed", "epochs")
 
