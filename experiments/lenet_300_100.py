@@ -21,6 +21,7 @@ VARIANTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "bfloat16": (["--variance-dtype", "bfloat16"], {}),
     "plain": (["--drop-from", "1"], {"SPARSEVD_KERNELS": "0"}),
     "fast": (["--recipe", "fast"], {}),
+    "thorough": (["--recipe", "thorough"], {}),
     "sparsest": (["--recipe", "sparsest"], {}),
     "paper": (["--recipe", "paper"], {}),
 }

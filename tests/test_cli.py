@@ -212,7 +212,7 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         ([*TRAIN, "--val-size", "5000"], "leave nothing to train on"),
         ([*TRAIN, "--init-from", "mine.py"], "mine.py is not a whole safetensors file"),
         (["train", "--data", "mine:data", "--model", "lenet-300-100"], "lenet-300-100 does not fit the data mine:data"),
-        ([*TRAIN, "--recipe", "cake"], "no recipe 'cake'; there are default, fast, sparsest, paper"),
+        ([*TRAIN, "--recipe", "cake"], "no recipe 'cake'; there are default, fast, thorough, sparsest, paper"),
         ([*TRAIN, "--pretrain-epochs", "-3"], "--pretrain-epochs -3 must be zero or more"),
         (["info", "missing.safetensors"], "missing.safetensors does not exist"),
         (["info", "mine.py"], "mine.py is not a whole safetensors file"),
