@@ -87,22 +87,21 @@ def sweep(record: dict[str, Any]) -> list[dict[str, float]]:
 
 def figure(records: Records, sweeps: Records) -> None:
     drawing, axes, path = chart("vgg_like", 3, figsize=(12, 3.4))
-    for record, colour in zip(records.all(), ("#c1272d", "#0000a7", "#008176"), strict=False):
+    for record, colour in zip(records.all(), ("#c1272d", "#0000a7", "#008176", "#555555"), strict=False):
         first = len(record["pretraining"])
-        label = f"{record['net']}, {record['data']}, {record['epochs']} epochs"
+        label = f"{record['net']}, {record['data']}, {record['epochs']} epochs: {record['error']:.2f} %"
         dense = [(m["epoch"], m["train_error"]) for m in record["pretraining"]]
         sparse = [(first + m["epoch"], m["train_error"]) for m in record["curve"]]
-        axes[0].plot(*zip(*dense, strict=True), ":", color=colour, label=f"{label}, dense")
-        axes[0].plot(*zip(*sparse, strict=True), color=colour, label=f"{label}, Sparse VD")
+        axes[0].plot(*zip(*dense, strict=True), ":", color=colour)
+        axes[0].plot(*zip(*sparse, strict=True), color=colour)
         tests = {first: record["dense_error"], first + len(sparse): record["error"]}
-        told = f"on test images: {record['dense_error']:.1f} %, {record['error']:.1f} %"
-        axes[0].plot(list(tests), list(tests.values()), "o", color=colour, label=told)
+        axes[0].plot(list(tests), list(tests.values()), "o", color=colour)
         axes[1].plot([e for e, _ in sparse], [m["ratio"] for m in record["curve"]], color=colour, label=label)
         for swept in sweeps.find(**{key: record[key] for key in UNIT}):
             curve = [(point["ratio"], point["error"]) for point in swept["thresholds"]]
             axes[2].plot(*zip(*curve, strict=True), ".-", color=colour)
             axes[2].axhline(record["dense_error"], color=colour, linestyle=":")
-    axes[0].set(xlabel="epoch", ylabel="error, %", title="error on training images, shifted and mirrored")
+    axes[0].set(xlabel="epoch", ylabel="error, %", title="training images (dense dotted), points: test")
     axes[1].set(xlabel="epoch", ylabel="|W| / |W≠0|", title="fewer weights", yscale="log")
     axes[1].set_yticks(RATIOS, [f"{ratio}×" for ratio in RATIOS])
     axes[2].set(xlabel="|W| / |W≠0|", ylabel="error, %", title="test images, by threshold; dotted: dense", xscale="log")
@@ -111,7 +110,6 @@ def figure(records: Records, sweeps: Records) -> None:
     for axis in axes[1:]:
         axis.minorticks_off()
     axes[1].legend(fontsize=7)
-    axes[0].legend(fontsize=7, loc="center right", bbox_to_anchor=(1, 0.33))
     drawing.savefig(path, metadata={"Date": None})
 
 
