@@ -12,9 +12,10 @@ epochs come on top.
 import argparse
 from pathlib import Path
 
+import vgg_like
 from records import Records, train
 
-EPOCHS = {"lenet-5-caffe": 20, "vgg-like-0.25": 8}
+EPOCHS = {"lenet-5-caffe": 20, "vgg-like-0.25": 5}
 OPTIONS = {
     "lenet-5-caffe": "--data mnist --shift 1 --learning-rate 1e-3 --drop-from 1",
     "vgg-like-0.25": "--data cifar10 --shift 4 --mirror --batch-size 128 --learning-rate 1e-3 --drop-from 1",
@@ -22,7 +23,7 @@ OPTIONS = {
 STARTS = {"random": "--warm-up-end 0", "warm-up": "", "pre-trained": "--warm-up-end 0"}
 PRETRAINED = {
     "lenet-5-caffe": f"--pretrain-epochs {EPOCHS['lenet-5-caffe']}",
-    "vgg-like-0.25": "--init-from runs/vgg-like-0.25-cifar10-seed{seed}/pretrain/checkpoint.safetensors",
+    "vgg-like-0.25": "--init-from {dense}",
 }
 
 
@@ -41,7 +42,8 @@ def main() -> None:
                 if not records.find(**unit):
                     options = f"--epochs {EPOCHS[net]} --seed {arguments.seed} {OPTIONS[net]} {STARTS[start]}"
                     if start == "pre-trained":
-                        options += f" {PRETRAINED[net].format(seed=arguments.seed)}"
+                        run = vgg_like.folder("vgg-like-0.25", "cifar10", arguments.seed, vgg_like.EPOCHS)
+                        options += f" {PRETRAINED[net]}".format(dense=run / "pretrain" / "checkpoint.safetensors")
                     out = Path("runs") / f"{net}-{start}-seed{arguments.seed}"
                     result = train("--model", net, *options.split(), out=out)
                     records.add(**unit, data=OPTIONS[net].split()[1], method="sparse-vd", **result)
