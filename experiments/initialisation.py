@@ -5,14 +5,13 @@
 
 The start is chosen as the paper says: by the bound at the end, which needs no test set. All have the same rate, and
 nothing is dropped before the end: without warm-up, units would be given up from the first epochs on. LeNet-5-Caffe is
-pre-trained for as many epochs; VGG-like starts from the dense network of vgg_like.py, which must have run. Those dense
+pre-trained for as many epochs; VGG-like starts from the dense network of a run of vgg_like.py (--dense). Those dense
 epochs come on top.
 """
 
 import argparse
 from pathlib import Path
 
-import vgg_like
 from records import Records, train
 
 EPOCHS = {"lenet-5-caffe": 20, "vgg-like-0.25": 5}
@@ -23,7 +22,7 @@ OPTIONS = {
 STARTS = {"random": "--warm-up-end 0", "warm-up": "", "pre-trained": "--warm-up-end 0"}
 PRETRAINED = {
     "lenet-5-caffe": f"--pretrain-epochs {EPOCHS['lenet-5-caffe']}",
-    "vgg-like-0.25": "--init-from {dense}",
+    "vgg-like-0.25": "--init-from {dense}/pretrain/checkpoint.safetensors",
 }
 
 
@@ -32,6 +31,7 @@ def main() -> None:
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--net", choices=EPOCHS, action="append")
     parser.add_argument("--start", choices=STARTS, action="append")
+    parser.add_argument("--dense", type=Path, metavar="FOLDER", help="of a run of vgg_like.py, for VGG-like")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     records = Records("initialisation")
@@ -42,8 +42,11 @@ def main() -> None:
                 if not records.find(**unit):
                     options = f"--epochs {EPOCHS[net]} --seed {arguments.seed} {OPTIONS[net]} {STARTS[start]}"
                     if start == "pre-trained":
-                        run = vgg_like.folder("vgg-like-0.25", "cifar10", arguments.seed, vgg_like.EPOCHS)
-                        options += f" {PRETRAINED[net]}".format(dense=run / "pretrain" / "checkpoint.safetensors")
+                        if "{dense}" in PRETRAINED[net] and not arguments.dense:
+                            parser.error(
+                                f"{net} from a pre-trained network: name a run of vgg_like.py (--dense FOLDER)"
+                            )
+                        options += f" {PRETRAINED[net]}".format(dense=arguments.dense)
                     out = Path("runs") / f"{net}-{start}-seed{arguments.seed}"
                     result = train("--model", net, *options.split(), out=out)
                     records.add(**unit, data=OPTIONS[net].split()[1], method="sparse-vd", **result)
