@@ -43,9 +43,7 @@ def main() -> None:
                     options = f"--epochs {EPOCHS[net]} --seed {arguments.seed} {OPTIONS[net]} {STARTS[start]}"
                     if start == "pre-trained":
                         if "{dense}" in PRETRAINED[net] and not arguments.dense:
-                            parser.error(
-                                f"{net} from a pre-trained network: name a run of vgg_like.py (--dense FOLDER)"
-                            )
+                            parser.error(f"{net}, pre-trained: name a run of vgg_like.py (--dense FOLDER)")
                         options += f" {PRETRAINED[net]}".format(dense=arguments.dense)
                     out = Path("runs") / f"{net}-{start}-seed{arguments.seed}"
                     result = train("--model", net, *options.split(), out=out)
