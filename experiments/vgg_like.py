@@ -5,9 +5,9 @@
     python experiments/vgg_like.py table
 
 Training images are shifted by up to four pixels and mirrored. k = 0.25 fits two cores; --k 1 is the same command for
-larger machines. The run stays in runs/vgg-like-<k>-<data>-<epochs>-seed<s>, with a line per epoch in metrics.jsonl;
---dense takes the pre-trained network from the folder of an earlier run. `thresholds` measures what lower thresholds of
-log α would give: the whole way from a run's sparsity to too much of it.
+larger machines. The run stays in runs/vgg-like-<k>-<data>-<epochs>-<warm-up>-seed<s>, with a line per epoch in
+metrics.jsonl; --dense takes the pre-trained network from the folder of an earlier run. `thresholds` measures what lower
+thresholds of log α would give: the whole way from a run's sparsity to too much of it.
 """
 
 import argparse
@@ -31,26 +31,26 @@ DATA = ("cifar10", "cifar100")
 RATIOS = (2, 3, 5, 10, 20, 30, 50)  # of the axis
 AXIS = (10, 20, 30, 50, 100)
 THRESHOLDS = (3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0)
-UNIT = ("net", "data", "seed", "epochs")
+UNIT = ("net", "data", "seed", "epochs", "warm_up_end")
 
 
 def net_of(k: str) -> str:
     return "vgg-like" if k == "1" else f"vgg-like-{k}"
 
 
-def folder(net: str, data: str, seed: int, epochs: int) -> Path:
-    return Path("runs") / f"{net}-{data}-{epochs}-seed{seed}"
+def folder(net: str, data: str, seed: int, epochs: int, warm_up_end: float) -> Path:
+    return Path("runs") / f"{net}-{data}-{epochs}-{warm_up_end}-seed{seed}"
 
 
-def run(data: str, k: str, seed: int, epochs: int, earlier: Path | None) -> dict[str, Any]:
-    model = net_of(k)
-    out = folder(model, data, seed, epochs)
+def run(unit: dict[str, Any], earlier: Path | None) -> dict[str, Any]:
+    model, data, seed, epochs, warm_up_end = (unit[key] for key in UNIT)
+    out = folder(**unit)
     options = ["--shift", "4", "--mirror", "--batch-size", "128", "--seed", str(seed)]
     if earlier:
         options += ["--init-from", str(earlier / "pretrain" / "checkpoint.safetensors")]
     else:
         options += [part for name, value in PRETRAIN.items() for part in (f"--pretrain-{name}", str(value))]
-    options += ["--epochs", str(epochs), "--learning-rate", str(RATE)]
+    options += ["--epochs", str(epochs), "--learning-rate", str(RATE), "--warm-up-end", str(warm_up_end)]
     result = train("--model", model, "--data", data, *options, out=out)
     splits = load(data)
     dense = MODELS[model](splits.classes)
@@ -59,11 +59,8 @@ def run(data: str, k: str, seed: int, epochs: int, earlier: Path | None) -> dict
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     pretraining = [json.loads(line) for line in (pretrain / "metrics.jsonl").read_text().splitlines()]
     return {
-        "net": model,
-        "data": data,
+        **unit,
         "method": "sparse-vd from a dense network",
-        "seed": seed,
-        "epochs": epochs,
         "dense_error": sparsevd.evaluate(dense, splits.test).error,
         **result,
         "seconds": round(result["seconds"] + sum(m["seconds"] for m in pretraining)),
@@ -119,29 +116,29 @@ def main() -> None:
     parser.add_argument("--k", choices=SIZES, default="0.25")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=24, help="of Sparse VD")
+    parser.add_argument("--warm-up-end", type=float, default=0.2, help="part of them from which the KL counts fully")
     parser.add_argument("--dense", type=Path, metavar="FOLDER", help="of an earlier run of the same network and data")
     arguments = parser.parse_args()
     records = Records("vgg_like")
-    unit = {"net": net_of(arguments.k), "data": arguments.data, "seed": arguments.seed, "epochs": arguments.epochs}
+    unit = {"net": net_of(arguments.k)} | {key: getattr(arguments, key) for key in UNIT[1:]}
     if arguments.action == "run" and not records.find(**unit):
-        records.add(**run(arguments.data, arguments.k, arguments.seed, arguments.epochs, arguments.dense))
+        records.add(**run(unit, arguments.dense))
     sweeps = Records("vgg_like_thresholds")
     if arguments.action == "thresholds":
         for record in records.all():
             unit = {key: record[key] for key in UNIT}
             if (folder(**unit) / "summary.json").exists() and not sweeps.find(**unit):
                 sweeps.add(**unit, thresholds=sweep(record))
-    print("| network | data | epochs | dense error % | Sparse VD error % | before the threshold | fewer weights |")
-    print("|---|---|---|---|---|---|---|")
+    print("| network | data | epochs | warm-up | dense % | Sparse VD % | before the threshold | fewer weights |")
+    print("|---|---|---|---|---|---|---|---|")
     for k, data in itertools.product(SIZES, DATA):
         rows = records.find(net=net_of(k), data=data)
         for r in rows:
             errors = " | ".join(f"{r[key]:.2f}" for key in ("dense_error", "error", "error_before_threshold"))
-            print(
-                f"| {r['net']} | {r['data']} | {len(r['pretraining'])} + {r['epochs']} | {errors} | {r['ratio']:.1f}× |"
-            )
+            epochs = f"{len(r['pretraining'])} + {r['epochs']} | {r['warm_up_end']:.0%}"
+            print(f"| {r['net']} | {r['data']} | {epochs} | {errors} | {r['ratio']:.1f}× |")
         if not rows:
-            print(f"| {net_of(k)} | {data} | not run | | | | |")
+            print(f"| {net_of(k)} | {data} | not run | | | | | |")
     if records.all():
         figure(records, sweeps)
 
