@@ -33,8 +33,9 @@ class Records:
         return [r for r in self.all() if all(r.get(key) == value for key, value in wanted.items())]
 
     def add(self, **record: Any) -> dict[str, Any]:
-        """Add a record, signed with versions and commit. Another unit that ends at the same time waits."""
-        signed = {"item": self.item, "commit": self.commit, **record, "versions": versions()}
+        """Add a record, signed with command, versions and commit. Another unit that ends at the same time waits."""
+        command = " ".join(["python", *sys.argv])  # of this script, unless the record has that of its training
+        signed = {"item": self.item, "commit": self.commit, "command": command, **record, "versions": versions()}
         with open(__file__, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             lines = ",\n".join(json.dumps(r, ensure_ascii=False, allow_nan=False) for r in [*self.all(), signed])

@@ -68,7 +68,7 @@ def table(records: Records) -> str:
     ]
     for net in SHIFTS:
         for method in SEEDS:
-            found = records.find(net=net, method=method)
+            found = sorted(records.find(net=net, method=method), key=lambda record: record["seed"])
             of_epochs = [[r for r in found if r["epochs"] == n] for n in dict.fromkeys(r["epochs"] for r in found)]
             lines += [_row(net, method, mine) for mine in of_epochs or [[]]]
     lines += ["", "lenet-5-caffe: ours on training images shifted by up to a pixel, the paper's on images as they are."]

@@ -128,7 +128,7 @@ def main() -> None:
         for record in records.all():
             unit = {key: record[key] for key in UNIT}
             if (folder(**unit) / "summary.json").exists() and not sweeps.find(**unit):
-                sweeps.add(**unit, thresholds=sweep(record))
+                sweeps.add(**unit, method=record["method"], thresholds=sweep(record))
     print("| network | data | epochs | warm-up | dense % | Sparse VD % | before the threshold | fewer weights |")
     print("|---|---|---|---|---|---|---|---|")
     for k, data in itertools.product(SIZES, DATA):
