@@ -7,7 +7,8 @@
 
 Each case is measured in one run, its contenders in turns, and written to results/inference.json when it is done;
 what is there already is not measured again (--again does). `--minutes` stops early, to be continued.
-Times are seconds per call from Python, with numbers in [N, C, H, W] in and out for everybody.
+Times are seconds per call from Python, with numbers in [N, C, H, W] in and out for everybody; the exported C file
+alone is called from C, as it would be where it is used.
 """
 
 import argparse

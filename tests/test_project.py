@@ -127,7 +127,14 @@ def test_readme_has_no_placeholders():
     assert not re.search(r"RESULT|TODO|XXX", (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/compaction.md", "docs/inference.md"])
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "experiments/*.md")
+    for path in ROOT.glob(pattern)
+]
+
+
+@pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
         assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
