@@ -1,6 +1,5 @@
 """Where the experiments keep what they measured: results/<item>.json, a list of records, one per finished unit."""
 
-import fcntl
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 import sparsevd
+from sparsevd import atomic
 
 HERE = Path(__file__).parent
 
@@ -36,12 +36,9 @@ class Records:
         """Add a record, signed with command, versions and commit. Another unit that ends at the same time waits."""
         command = " ".join(["python", *sys.argv])  # of this script, unless the record has that of its training
         signed = {"item": self.item, "commit": self.commit, "command": command, **record, "versions": versions()}
-        with open(__file__, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with atomic.locked(self.path.parent):
             lines = ",\n".join(json.dumps(r, ensure_ascii=False, allow_nan=False) for r in [*self.all(), signed])
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-            temporary.replace(self.path)
+            atomic.write(self.path, f"[\n{lines}\n]\n")
         return signed
 
 

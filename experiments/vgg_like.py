@@ -31,6 +31,7 @@ DATA = ("cifar10", "cifar100")
 RATIOS = (2, 3, 5, 10, 20, 30, 50)  # of the axis
 AXIS = (10, 20, 30, 50, 100)
 THRESHOLDS = (3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0)
+COLOURS = ("#c1272d", "#0000a7", "#008176", "#555555", "#eecc16")
 UNIT = ("net", "data", "seed", "epochs", "warm_up_end")
 
 
@@ -83,7 +84,7 @@ def sweep(record: dict[str, Any]) -> list[dict[str, float]]:
 
 def figure(records: Records, sweeps: Records) -> None:
     drawing, axes, path = chart("vgg_like", 3, figsize=(12, 3.4))
-    for record, colour in zip(records.all(), ("#c1272d", "#0000a7", "#008176", "#555555"), strict=False):
+    for record, colour in zip(records.all(), itertools.cycle(COLOURS)):
         first = len(record["pretraining"])
         label = f"{record['net']}, {record['data']}, {record['epochs']} epochs: {record['error']:.2f} %"
         dense = [(m["epoch"], m["train_error"]) for m in record["pretraining"]]

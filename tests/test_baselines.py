@@ -10,10 +10,12 @@ from torch import nn
 
 from sparsevd import baselines, functional
 from sparsevd.baselines import METHODS, Training
+from sparsevd.baselines.binary_dropout import BinaryDropout, dropout_rates
+from sparsevd.baselines.gaussian_dropout import GaussianDropout
 from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import Mixture, SoftWeightSharing
-from sparsevd.baselines.surgery import Surgery
+from sparsevd.baselines.surgery import Surgery, renew
 from sparsevd.baselines.variational_dropout import VariationalDropout, multiplicative_noise
 from sparsevd.convert import sparsify
 from sparsevd.errors import ArgumentError
@@ -58,11 +60,15 @@ def trained(name, epochs=3, seed=0, batch_size=100, **settings):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_outcome_is_a_plain_network_and_nothing_else_changes(name):
     model = network()
+    model[4] = nn.Sequential(nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1))
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     result = baselines.train(METHODS[name](), model, problem(), epochs=2, progress=False).network
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert [type(module) for module in result.modules()] == [type(module) for module in model.modules()]
+    types = [str(module) for module in model.modules() if not list(module.children())]
+    if name == "sparse-vd":  # as `sparsify` does, and its card says
+        types = ["Identity()" if kind.startswith("Dropout") else kind for kind in types]
+    assert [str(module) for module in result.modules() if not list(module.children())] == types
     assert {k: v.shape for k, v in result.state_dict().items()} == {k: v.shape for k, v in before.items()}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in result.modules())
     assert not result.training
@@ -109,19 +115,143 @@ def test_a_budget_is_checked():
         baselines.train(Pruning(), nn.Sequential(nn.Flatten(), nn.Bilinear(2, 2, 2)), problem(), progress=False)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("dense", {"learning_rate": -1}),
+        ("pruning", {"quality": math.nan}),
+        ("pruning", {"rounds": 0}),
+        ("pruning", {"dense_part": 3.0}),
+        ("surgery", {"c": math.nan}),
+        ("surgery", {"power": "1"}),
+        ("soft-weight-sharing", {"zero_proportion": 1.0}),
+        ("soft-weight-sharing", {"batch_size_factor": 0}),
+        ("binary-dropout", {"rate": 1.0}),
+        ("gaussian-dropout", {"input_rate": -0.1}),
+        ("variational-dropout", {"warm_up_end": 2.0}),
+    ],
+)
+def test_settings_are_checked(method, settings):
+    (name,) = settings
+    with pytest.raises(ArgumentError, match=name if name != "warm_up_end" else "2.0"):
+        METHODS[method](**settings)
+
+
+def test_data_without_a_length_or_without_a_batch():
+    data = problem(200)
+    unknown = torch.utils.data.DataLoader(Stream([]), batch_size=None)
+    with pytest.raises(ArgumentError, match="n_train"):
+        Training(unknown, progress=False)
+    training = Training(unknown, n_train=200, epochs=1, progress=False)
+    with pytest.raises(ArgumentError, match="no batch"):
+        METHODS["dense"]().train(network(), training)
+    counted = torch.utils.data.DataLoader(Stream([data]), batch_size=None)
+    training = Training(counted, n_train=200, epochs=1, progress=False)
+    METHODS["dense"]().train(network(), training)
+    assert training.spent == 1
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Whole batches, of which it does not say how many."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def __iter__(self):
+        return iter(self.given)
+
+
+class Inputs(Training):
+    """Keeps what the layers saw in place of their inputs of ones, many times."""
+
+    def run(self, model, *arguments, **keywords):
+        self.seen = []
+        layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+        model.train()
+        for layer in layers:
+            size = (100, 1, 4, 4) if isinstance(layer, nn.Conv2d) else (4000, layer.in_features)
+            # A hook on top of the method's: it is told what those before it made of the input.
+            with torch.no_grad():
+                handle = layer.register_forward_pre_hook(lambda _, inputs: self.seen.append(inputs[0]))
+                layer(torch.ones(size))
+                handle.remove()
+
+
+@pytest.mark.parametrize(("method", "binary"), [(BinaryDropout, True), (GaussianDropout, False)])
+def test_dropout_noise_has_the_mean_one_and_the_variance_of_its_rate(method, binary):
+    training = Inputs(problem(), progress=False)
+    torch.manual_seed(0)
+    method(rate=0.4, input_rate=0.1).train(network(), training)
+    assert len(training.seen) == 3
+    for noise, p in zip(training.seen, (0.1, 0.4, 0.4), strict=True):
+        tolerance = 6 * (p / (1 - p) / noise.numel()) ** 0.5
+        assert noise.mean().item() == pytest.approx(1, abs=tolerance)
+        assert noise.var().item() == pytest.approx(p / (1 - p), rel=0.15)
+        assert (noise.unique().numel() == 2) == binary
+
+
+def test_which_layers_have_which_rate():
+    conv = nn.Conv2d(4, 4, 3)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), conv, nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2))
+    rates = dropout_rates(model, 0.5, 0.2)
+    assert list(rates.values()) == [0.2, 0.5, 0.5]
+    assert conv not in rates
+
+
 def test_pruning_removes_what_is_below_the_threshold_and_never_brings_it_back():
     removed: list[set] = []
+    dense: list = []
 
     class Watched(Training):
         def run(self, model, *arguments, **keywords):
+            if len(removed) == 1:  # the first round has just cut
+                cut = [p.detach() == 0 for p in model.parameters() if p.ndim > 1]
+                for zeros, weight in zip(cut, dense, strict=True):
+                    assert torch.equal(zeros, weight.abs() <= 1.5 / 3 * weight.std())
             super().run(model, *arguments, **keywords)
+            dense[:] = dense or [p.detach().clone() for p in model.parameters() if p.ndim > 1]
             zeros = torch.cat([p.flatten() for p in model.parameters() if p.ndim > 1]) == 0
             removed.append(set(zeros.nonzero().flatten().tolist()))
 
-    Pruning(rounds=3).train(network(), Watched(problem(), epochs=8, progress=False))
+    Pruning(quality=1.5, rounds=3).train(network(), Watched(problem(), epochs=8, progress=False))
     assert len(removed) == 4
     assert not removed[0]
     assert all(earlier < later for earlier, later in itertools.pairwise(removed))
+
+
+def test_surgery_renews_a_mask_outside_of_a_band():
+    mask = torch.tensor([1.0, 1, 0, 1, 0, 0])
+    renew(mask, torch.tensor([0.17, -0.19, 0.21, 0.21, -0.23, 0.0]), h=0.2)
+    assert mask.tolist() == [0, 1, 0, 1, 1, 0]
+
+
+class Renewals(Training):
+    """Tells the method of 200 steps, each with other weights, and keeps which of them changed a mask."""
+
+    def run(self, model, optimizer, epochs, *, weights=None, after_step=None, **keywords):
+        self.spent += epochs
+        self.renewed = []
+        if not after_step:
+            return
+        for _ in range(200):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            before = [w != 0 for w in weights().values()]
+            after_step(0.0)
+            self.renewed.append(any((b != (w != 0)).any() for b, w in zip(before, weights().values(), strict=True)))
+
+
+def test_surgery_renews_masks_less_and_less_often():
+    """With γ = 1 and power 1 the chance at step t is 1 / (1 + t); with γ = 0 every step renews."""
+    always, seldom = (Renewals(problem(), epochs=2) for _ in range(2))
+    torch.manual_seed(0)
+    Surgery(gamma=0.0).train(network(), always)
+    assert all(always.renewed)
+    Surgery(gamma=1.0).train(network(), seldom)
+    expected = sum(1 / (1 + t) for t in range(1, 201))
+    assert sum(seldom.renewed) == pytest.approx(expected, abs=3 * expected**0.5)
+    assert sum(seldom.renewed[100:]) < sum(seldom.renewed[:100])
 
 
 def test_surgery_lets_masked_weights_learn_and_return():
@@ -226,9 +356,10 @@ class Watched(Training):
         self.log_alphas = optimizer.param_groups[1]["params"]
 
 
-def test_the_bound_of_variational_dropout_is_that_of_sparse_vd_with_the_same_posterior():
+@pytest.mark.parametrize("restricted", [True, False])
+def test_the_bound_of_variational_dropout_is_that_of_sparse_vd_with_the_same_posterior(restricted):
     training = Watched(problem(), epochs=5, progress=False)
-    outcome = VariationalDropout(restricted=False).train(network(), training)
+    outcome = VariationalDropout(restricted=restricted).train(network(), training)
     twin = sparsify(outcome.before_threshold)
     layers = [module for module in twin.modules() if isinstance(module, SparseLayer)]
     with torch.no_grad():
@@ -239,10 +370,18 @@ def test_the_bound_of_variational_dropout_is_that_of_sparse_vd_with_the_same_pos
     assert max(bounds) - min(bounds) < 0.02 * abs(outcome.elbo)
 
 
-def test_variational_dropout_turns_other_dropout_off():
+def test_variational_dropout_turns_other_dropout_off_while_it_trains():
+    rates = []
+
+    class Looking(Training):
+        def run(self, model, *arguments, **keywords):
+            rates.append(model[2].p)
+            super().run(model, *arguments, **keywords)
+
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    VariationalDropout().train(model, Training(problem(), epochs=1, progress=False))
-    assert model[2].p == 0
+    VariationalDropout().train(model, Looking(problem(), epochs=1, progress=False))
+    assert rates == [0]
+    assert model[2].p == 0.5
 
 
 def test_the_restricted_rate_stays_below_one():

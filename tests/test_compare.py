@@ -1,6 +1,7 @@
 """The comparison: one record per method, continued after a stop, and one table."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -64,10 +65,69 @@ def test_a_stopped_comparison_goes_on(tmp_path, monkeypatch):
     assert again[0]["settings"]["quality"] == 0.5
 
 
-def test_held_out_examples_take_the_place_of_the_test_set(tmp_path):
+def test_held_out_examples_take_the_place_of_the_test_set(tmp_path, monkeypatch):
+    measured, evaluate = [], compare.evaluate
+
+    def watched(network, data):
+        measured.append(data[0])
+        return evaluate(network, data)
+
+    monkeypatch.setattr(compare, "evaluate", watched)
     (record,) = compare.compare(config(tmp_path, methods=("dense",), val_size=50), say=lambda line: None)
     assert record["held_out"] == 50
-    assert (record["error"] * 50 / 100).is_integer()
+    (examples,) = measured
+    assert len(examples) == 50
+    known = {tuple(image.flatten().tolist()) for image in problem(400)[0]}
+    assert all(tuple(image.flatten().tolist()) in known for image in examples)
+
+
+def test_two_comparisons_in_one_folder_keep_each_others_records(tmp_path, monkeypatch):
+    train = baselines.train
+
+    def meanwhile(method, *arguments, **keywords):
+        monkeypatch.setattr(baselines, "train", train)
+        compare.compare(config(tmp_path, methods=("pruning",)), say=lambda line: None)
+        return train(method, *arguments, **keywords)
+
+    monkeypatch.setattr(baselines, "train", meanwhile)
+    compare.compare(config(tmp_path, methods=("dense",)), say=lambda line: None)
+    assert [record["method"] for record in compare.read(tmp_path)] == ["pruning", "dense"]
+
+
+def test_the_settings_of_sparse_vd_leave_out_what_the_comparison_decides(tmp_path):
+    (record,) = compare.compare(config(tmp_path, methods=("sparse-vd",), seed=3), say=lambda line: None)
+    assert not {"epochs", "batch_size", "seed"} & set(record["settings"]["recipe"])
+    assert (record["epochs"], record["seed"]) == (2, 3)
+
+
+def small_data():
+    images, labels = problem(100)
+    return (images[..., :3], labels), None
+
+
+def test_what_cannot_work_is_refused_before_any_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(baselines, "train", None)
+    with pytest.raises(ArgumentError, match="no method 'magic'"):
+        compare.compare(config(tmp_path, methods=("dense", "magic")))
+    small = replace(config(tmp_path, val_size=10), data="test_compare:small_data")
+    with pytest.raises(ArgumentError, match="does not fit the data"):
+        compare.compare(small)
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="cannot be written to"):
+        compare.compare(config(tmp_path / "file"))
+
+
+def test_the_table_has_a_line_for_every_method():
+    layers = [{"name": "a", "weights": 200, "kept": 50}, {"name": "b", "weights": 10, "kept": 0}]
+    records = [
+        {"method": "dense", "error": 1.5, "per_layer": layers, "ratio": 4.2, "seconds": 90},
+        {"method": "sparse-vd", "error": None, "per_layer": layers, "ratio": None, "seconds": 6},
+    ]
+    header, rule, dense, ours = compare.table(records).splitlines()
+    assert header.split() == ["method", "error", "sparsity", "per", "layer", "fewer", "weights", "time"]
+    assert len(rule) == len(header)
+    assert dense.split() == ["dense", "1.50", "%", "75.0", "–", "100.0", "4.2×", "1.5", "min"]
+    assert ours.split() == ["Sparse", "VD", "–", "75.0", "–", "100.0", "∞", "0.1", "min"]
 
 
 def test_wrong_requests_are_refused(tmp_path):
@@ -91,3 +151,4 @@ def test_the_command(tmp_path):
     cards = CliRunner().invoke(app, ["compare", "--cards"])
     assert cards.exit_code == 0
     assert all(name in cards.output for name in baselines.METHODS)
+    assert cards.output.count("original, multiplicative parametrisation") == 1

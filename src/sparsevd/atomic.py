@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that write in the same moment are not kept apart there
+    fcntl = None  # type: ignore[assignment]
+
 from sparsevd.errors import WriteError
 
 
@@ -39,6 +44,20 @@ def write(path: Path, content: bytes | str) -> None:
     """Write the whole content, atomically; text as UTF-8."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Only one process at a time is here for the same folder: what it reads, adds to and writes is not another's."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def remove_leftovers(path: Path) -> None:

@@ -302,7 +302,11 @@ def compare(
 
     names = comparison.methods_named(methods)
     if cards:
-        print("\n\n".join(f"{name}\n{'─' * len(name)}\n{baselines.card(baselines.METHODS[name])}" for name in names))
+        described: dict[str, list[str]] = {}  # two methods may share a card
+        for name in names:
+            described.setdefault(baselines.card(baselines.METHODS[name]), []).append(name)
+        titles = {", ".join(alike): card for card, alike in described.items()}
+        print("\n\n".join(f"{title}\n{'─' * len(title)}\n{card}" for title, card in titles.items()))
         return
     config = comparison.CompareConfig(
         net=net,

@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from sparsevd.baselines import METHODS, Method
 from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.evaluate import evaluate
 from sparsevd.fit import FitConfig
-from sparsevd.run import RunConfig, build_model, load_data
+from sparsevd.run import RunConfig, build_model, load_data, make_folder, try_one_batch
 from sparsevd.summary import summary
 
 RECORDS = "compare.json"
@@ -44,10 +44,14 @@ class CompareConfig:
 def methods_named(text: str) -> tuple[str, ...]:
     """Names of methods from "all" or a list with commas."""
     names = tuple(METHODS) if text == "all" else tuple(name.strip() for name in text.split(","))
+    _check_names(names)
+    return names
+
+
+def _check_names(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in METHODS:
             raise ArgumentError(f"no method {name!r}; there are {', '.join(METHODS)}, or all")
-    return names
 
 
 def compare(
@@ -57,20 +61,24 @@ def compare(
 
     `settings` gives a method other hyper-parameters than its own.
     """
+    _check_names(config.methods)
     records = read(config.out)
-    train, val, test, classes = load_data(
-        RunConfig(
-            data=config.data,
-            data_dir=config.data_dir,
-            val_size=config.val_size,
-            shift=config.shift,
-            mirror=config.mirror,
-            fit=FitConfig(seed=config.seed),
-        )
+    run = RunConfig(
+        model=config.net,
+        data=config.data,
+        data_dir=config.data_dir,
+        val_size=config.val_size,
+        shift=config.shift,
+        mirror=config.mirror,
+        fit=FitConfig(seed=config.seed),
     )
+    train, val, test, classes = load_data(run)
     measured_on = val if config.val_size else test
     if measured_on is None:
         raise ArgumentError(f"{config.data} has no test data; give a number of held-out examples (--val-size)")
+    with torch.random.fork_rng([]):
+        try_one_batch(build_model(config.net, classes), train, run)
+    make_folder(config.out)
     chosen: list[dict[str, Any]] = []
     for name in config.methods:
         method = (settings or {}).get(name) or METHODS[name]()
@@ -84,7 +92,7 @@ def compare(
             "held_out": config.val_size,
             "shift": config.shift,
             "mirror": config.mirror,
-            "settings": json.loads(json.dumps(asdict(method))),  # type: ignore[call-overload]
+            "settings": json.loads(json.dumps(method.settings())),  # as a file gives it back
         }
         known = next((r for r in records if all(r.get(key) == value for key, value in asked.items())), None)
         if known is None:
@@ -110,10 +118,10 @@ def compare(
                 "threads": torch.get_num_threads(),
                 "versions": {"torch": torch.__version__, "python": platform.python_version()},
             }
-            records.append(known)
-            config.out.mkdir(parents=True, exist_ok=True)
-            lines = ",\n".join(json.dumps(record) for record in records)
-            atomic.write(config.out / RECORDS, f"[\n{lines}\n]\n")
+            with atomic.locked(config.out):
+                records = [*read(config.out), known]  # another comparison may have added to them since
+                lines = ",\n".join(json.dumps(record) for record in records)
+                atomic.write(config.out / RECORDS, f"[\n{lines}\n]\n")
         chosen.append(known)
     return chosen
 

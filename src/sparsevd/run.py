@@ -4,6 +4,7 @@ The folder holds run.json from the beginning on (what is trained, and where), ch
 (as `fit` writes them), then pruned.safetensors with the plain keys of the pruned network, and summary.json.
 """
 
+import errno
 import importlib
 import json
 import math
@@ -82,7 +83,7 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
         dense = build_model(config.model, classes)
         if config.init_from:
             load_weights(dense, config.init_from)
-        _try_one_batch(dense, train, config)
+        try_one_batch(dense, train, config)
         _make_room(config)
         begun = _begin(config)
         if config.pretrain_epochs:
@@ -161,13 +162,23 @@ def _check_folder(config: RunConfig) -> None:
 
 def _make_room(config: RunConfig) -> None:
     """Make the folder and, once everything else is known to be in order, remove the run that is to be replaced."""
+    make_folder(config.out)
     try:
-        config.out.mkdir(parents=True, exist_ok=True)
         if config.overwrite:
             for name in (*FILES, *_STATE, f"{PRETRAIN}/{METRICS}", RUN):
                 (config.out / name).unlink(missing_ok=True)
     except OSError as error:
         raise ArgumentError(f"{config.out} cannot be written to ({error.strerror})") from error
+
+
+def make_folder(path: Path) -> None:
+    """A folder to write to, or a sentence; before the training, not after it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written to ({error.strerror})") from error
 
 
 def _begin(config: RunConfig) -> dict[str, Any]:
@@ -215,11 +226,13 @@ def _begin(config: RunConfig) -> dict[str, Any]:
     return begun
 
 
-def _try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
+def try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
     """A model that does not fit its data fails here, in a sentence, and not in the middle of the training."""
     modes = {module: module.training for module in model.modules()}
     try:
-        x, y = next(batches(train, 2, shuffle=False))
+        x, y = next(batches(train, 2, shuffle=False), (None, None))
+        if x is None or y is None:
+            raise ValueError("it gives no batch")
         with torch.no_grad():
             F.cross_entropy(model.eval()(x), y)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsevd.baselines.noise import noisy_inputs
-from sparsevd.baselines.training import Method, Outcome, Training, adam, weight_layers
-from sparsevd.errors import ArgumentError
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,9 @@ class BinaryDropout(Method):
     input_rate: float = 0.2  # p for the first layer
     learning_rate: float = 1e-3
 
+    def __post_init__(self) -> None:
+        check(self, positive=("learning_rate",), probability=("rate", "input_rate"))
+
     def train(self, model: nn.Module, training: Training) -> Outcome:
         rates = dropout_rates(model, self.rate, self.input_rate)
         with noisy_inputs({layer: partial(F.dropout, p=rate) for layer, rate in rates.items()}):
@@ -38,8 +40,5 @@ class BinaryDropout(Method):
 
 def dropout_rates(model: nn.Module, rate: float, input_rate: float) -> dict[nn.Module, float]:
     """The rate for the input of each layer: the first has its own, later convolutions have none."""
-    for name, value in (("rate", rate), ("input_rate", input_rate)):
-        if not 0 <= value < 1:
-            raise ArgumentError(f"{name}={value!r} must be a probability below 1")
     first, *later = weight_layers(model).values()
     return {first: input_rate, **{layer: rate for layer in later if isinstance(layer, nn.Linear)}}

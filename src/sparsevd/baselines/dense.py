@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Dense(Method):
 
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self, positive=("learning_rate",), not_negative=("weight_decay",))
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
         training.run(model, adam(model, self.learning_rate, self.weight_decay), training.epochs)

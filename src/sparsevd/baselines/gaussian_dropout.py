@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsevd.baselines.binary_dropout import dropout_rates
 from sparsevd.baselines.noise import noisy_inputs
-from sparsevd.baselines.training import Method, Outcome, Training, adam
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class GaussianDropout(Method):
     rate: float = 0.5
     input_rate: float = 0.2
     learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check(self, positive=("learning_rate",), probability=("rate", "input_rate"))
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
         rates = dropout_rates(model, self.rate, self.input_rate)

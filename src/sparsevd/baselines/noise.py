@@ -1,38 +1,36 @@
 """Noise on the inputs or outputs of layers while a network trains, put there by hooks and taken away at the end."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparsevd.errors import ArgumentError
 
 
-@contextmanager
-def noisy_inputs(layers: dict[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def noisy_inputs(layers: dict[nn.Module, Callable[[Tensor], Tensor]]) -> AbstractContextManager[None]:
     """Each of these layers sees its input through its function, in training mode only."""
 
     def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (layers[layer](inputs[0]), *inputs[1:]) if layer.training else inputs
 
-    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return _removed_at_the_end([layer.register_forward_pre_hook(hook) for layer in layers])
 
 
-@contextmanager
-def noisy_outputs(layers: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
+def noisy_outputs(layers: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> AbstractContextManager[None]:
     """Each of these layers gives out function(input, output) in training mode."""
 
     def hook(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return layers[layer](inputs[0], output) if layer.training else output
 
-    handles = [layer.register_forward_hook(hook) for layer in layers]
+    return _removed_at_the_end([layer.register_forward_hook(hook) for layer in layers])
+
+
+@contextmanager
+def _removed_at_the_end(handles: list[RemovableHandle]) -> Iterator[None]:
     try:
         yield
     finally:

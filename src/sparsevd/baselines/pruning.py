@@ -1,17 +1,18 @@
 """Pruning: magnitude pruning with retraining. Han, Pool, Tran, Dally: Learning both Weights and Connections, 2015.
 
 Train with L2 regularisation; then, in rounds, remove every weight below a threshold and train those that are left.
-The threshold of a layer is a quality parameter times the standard deviation of its weights, so that one number serves
-all layers.
+The threshold of a layer is a quality parameter times the standard deviation of its weights.
 
 Suggested settings: `quality` decides the sparsity. On 10,000 held-out images of MNIST, LeNet-300-100 in 40 epochs: 1.6
 leaves a sixth of the weights at 1.74 %, 2.6 leaves an eighteenth at 2.57 %; the default lies between them.
 Known negatives: removed weights never return, so too high a threshold cannot be made good; of weights that are still as
 uniform as torch starts them, a quality above 1.73 leaves none.
-Departs from the original: the quality grows over `rounds` equal steps to its final value, where the paper searches
-each step by hand; AdamW and its decoupled decay instead of SGD and L2; the retraining rate starts at a half of the
-first rate, not at a tenth, and falls to zero within each round, without L2; Dropout rates of the network stay as they
-are; all thresholds come from the deviation of the dense layer's weights.
+Departs from the original: one quality for all layers, where the authors choose each layer's by how sensitive it is
+(small convolutions lose more here, and large layers less); it grows over `rounds` equal steps to its final value, where
+they search by hand; units that are left without inputs or outputs keep their other weights, which count as kept; AdamW
+and its decoupled decay instead of SGD and L2; the retraining rate starts at a half of the first rate, not at a tenth,
+and falls to zero within each round, without L2; Dropout rates of the network stay as they are; all thresholds come from
+the deviation of the dense layer's weights.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Pruning(Method):
     learning_rate: float = 1e-3
     retraining_rate: float = 5e-4
     weight_decay: float = 0.05
+
+    def __post_init__(self) -> None:
+        positive = ("quality", "learning_rate", "retraining_rate")
+        check(self, positive=positive, not_negative=("weight_decay",), part=("dense_part",), count=("rounds",))
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
         first = max(1, round(self.dense_part * training.epochs))

@@ -20,7 +20,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Surgery(Method):
     learning_rate: float = 5e-2  # SGD with momentum 0.9
     weight_decay: float = 5e-4
 
+    def __post_init__(self) -> None:
+        check(self, finite=("c",), positive=("dense_rate", "learning_rate"), part=("dense_part", "renewing_part"))
+        check(self, not_negative=("gamma", "power", "weight_decay"))
+
     def train(self, model: nn.Module, training: Training) -> Outcome:
         first = min(max(1, round(self.dense_part * training.epochs)), training.epochs - 1)
         if first:
@@ -49,11 +53,9 @@ class Surgery(Method):
         chance = torch.Generator().manual_seed(training.seed)
         step = 0
 
-        def renew() -> None:
-            with torch.no_grad():
-                for name, weight in layers.items():
-                    size, h, mask = weight.abs(), limits[name], masks[name]
-                    mask.masked_fill_(size < 0.9 * h, 0).masked_fill_(size > 1.1 * h, 1)
+        def renew_all() -> None:
+            for name, weight in layers.items():
+                renew(masks[name], weight, limits[name])
 
         def after_step(done: float) -> None:
             nonlocal step
@@ -61,7 +63,7 @@ class Surgery(Method):
             if done < self.renewing_part:
                 probability = (1 + self.gamma * step) ** -self.power
                 if torch.rand((), generator=chance).item() < probability:
-                    renew()
+                    renew_all()
 
         def masked() -> dict[str, Tensor]:
             # The value is W⊙T, the gradient that of the identity: masked weights learn too.
@@ -69,7 +71,7 @@ class Surgery(Method):
                 f"{name}.weight" if name else "weight": w + (w * masks[name] - w).detach() for name, w in layers.items()
             }
 
-        renew()
+        renew_all()
         optimizer = torch.optim.SGD(
             model.parameters(), lr=self.learning_rate, momentum=0.9, weight_decay=self.weight_decay, fused=True
         )
@@ -78,3 +80,10 @@ class Surgery(Method):
             for name, weight in layers.items():
                 weight.mul_(masks[name])
         return Outcome(model)
+
+
+@torch.no_grad()
+def renew(mask: Tensor, weight: Tensor, h: float) -> None:
+    """Prune what is clearly below the limit, splice what is clearly above it, leave the rest as it is."""
+    size = weight.abs()
+    mask.masked_fill_(size < 0.9 * h, 0).masked_fill_(size > 1.1 * h, 1)

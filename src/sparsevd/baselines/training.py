@@ -1,9 +1,10 @@
 """What every method shares: the budget, the data, and a plain training loop that counts the epochs spent."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,34 @@ class Method(ABC):
 
     title: ClassVar[str]
 
+    def settings(self) -> dict[str, Any]:
+        """The hyper-parameters, as they are kept in a record."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
     @abstractmethod
     def train(self, model: nn.Module, training: "Training") -> Outcome:
         """Train this network, which may be changed, within the budget of `training`."""
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "positive": (lambda value: 0 < value < math.inf, "a positive number"),
+    "not_negative": (lambda value: 0 <= value < math.inf, "zero or a positive number"),
+    "finite": (lambda value: math.isfinite(value), "a finite number"),
+    "probability": (lambda value: 0 <= value < 1, "a probability below 1"),
+    "inside": (lambda value: 0 < value < 1, "a number between 0 and 1"),
+    "part": (lambda value: 0 <= value <= 1, "a part of the budget, from 0 to 1"),
+    "count": (lambda value: isinstance(value, int) and value >= 1, "a positive integer"),
+}
+
+
+def check(method: Method, **kinds: tuple[str, ...]) -> None:
+    """Refuse hyper-parameters that are not of their kind: `check(self, positive=("learning_rate",))`."""
+    for kind, names in kinds.items():
+        fits, wanted = _KINDS[kind]
+        for name in names:
+            value = getattr(method, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+                raise ArgumentError(f"{name}={value!r} must be {wanted}")
 
 
 class Training:
@@ -48,13 +74,14 @@ class Training:
         batch_size: int = 100,
         seed: int = 0,
         loss: Loss = F.cross_entropy,
+        n_train: int | None = None,
         progress: bool = True,
     ):
         for name, value in (("epochs", epochs), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
         self.data = checked(data, "train")
-        self.n = size(self.data, "train")
+        self.n = size(self.data, "train") if n_train is None else n_train
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
         self.spent = 0
 
@@ -64,12 +91,11 @@ class Training:
         optimizer: torch.optim.Optimizer,
         epochs: int,
         *,
-        decay: str = "cosine",
         penalty: Callable[[float], Tensor] | None = None,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
         after_step: Callable[[float], None] | None = None,
     ) -> None:
-        """Some epochs of training. The rates that the optimizer comes with fall to zero along `decay`.
+        """Some epochs of training. The rates that the optimizer comes with fall to zero along a half cosine.
 
         Args:
             penalty: what is added to the mean loss; it is told which part of these epochs is over, as are the others.
@@ -87,7 +113,7 @@ class Training:
                 for x, y in batches(self.data, self.batch_size, shuffle=True):
                     done = min(1.0, (epoch + seen / self.n) / epochs)
                     for group, rate in zip(optimizer.param_groups, base, strict=True):
-                        group["lr"] = rate * DECAYS[decay](done)
+                        group["lr"] = rate * DECAYS["cosine"](done)
                     if x.ndim == 4:  # as `fit` has it: convolutions are faster
                         x = x.to(memory_format=torch.channels_last)
                     output = functional_call(model, dict(weights()), (x,)) if weights else model(x)
@@ -102,12 +128,12 @@ class Training:
                     total += nll.item() * len(y)
                     description = f"epoch {self.spent + 1}/{self.epochs}  loss {total / seen:.3f}"
                     progress.step((self.spent + min(1.0, seen / self.n)) / self.epochs, description)
+                if not seen:
+                    raise ArgumentError(f"train gave no batch in epoch {self.spent + 1}")
                 if not all(parameter.isfinite().all() for parameter in model.parameters()):
                     raise DivergenceError(f"training diverged in epoch {self.spent + 1}; lower the learning rate")
                 self.spent += 1
                 progress.epoch(description)
-        for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate
         model.eval()
 
 
