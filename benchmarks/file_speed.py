@@ -4,18 +4,23 @@
 
 Networks of 98 % zeros: scattered at random, which is the worst case since every place is coded, and as Sparse VD leaves
 them, with dead rows and columns. Lossless and with 6 bits, whole files with header and checksum, one thread, the C
-coder and (on a small part) its Python twin. Repetitions are interleaved; median and range are shown.
+coder and (on a small part) its Python twin. Repetitions are interleaved; median and range are shown and written to
+results/file_speed.json.
 """
 
+import json
+import platform
 import statistics
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from sparsevd import pack
+from sparsevd import atomic, pack
 from sparsevd.pack import native
 
+RESULTS = Path(__file__).parent / "results" / "file_speed.json"
 REPEAT = 5
 
 
@@ -52,8 +57,12 @@ def main() -> None:
             ended = time.perf_counter()
             times.setdefault((name, precision, "encode"), []).append(megabytes / (between - started))
             times.setdefault((name, precision, "decode"), []).append(megabytes / (ended - between))
-    print(f"{megabytes:.0f} MB of dense float32, 98 % zeros, {'C' if native._library() else 'Python'} coder")
+    if not native._library():
+        raise SystemExit("the C coder is not built; there is nothing to compare")
+    print(f"{megabytes:.0f} MB of dense float32, 98 % zeros, C coder")
+    cases_found = []
     for (name, precision, way), speeds in times.items():
+        cases_found.append({"zeros": name, "precision": precision, "way": way, "megabytes_per_second": speeds})
         spread = f"({min(speeds):.1f}–{max(speeds):.1f})"
         print(f"{name:11} {precision!s:9} {way}: {statistics.median(speeds):6.1f} MB/s {spread}")
     small = nn.Linear(400, 300)
@@ -65,7 +74,11 @@ def main() -> None:
     pack.unpack(data)
     seconds = time.perf_counter() - started
     native._library = with_c
-    print(f"without the C coder, there and back: {2 * small.weight.numel() * 4 / 1e6 / seconds:.2f} MB/s")
+    without = 2 * small.weight.numel() * 4 / 1e6 / seconds
+    print(f"without the C coder, there and back: {without:.2f} MB/s")
+    machine = {"processor": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}
+    found = {"command": "python benchmarks/file_speed.py", "machine": machine, "cases": cases_found}
+    atomic.write(RESULTS, json.dumps(found | {"without_c_megabytes_per_second": without}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
