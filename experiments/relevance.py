@@ -25,17 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import chart
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_wine
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import ARDRegression, LassoCV, LogisticRegressionCV
 from sklearn.model_selection import KFold, StratifiedKFold
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
+from sparsevd import atomic
 from sparsevd.linear_model import RVMClassifier, RVMRegressor, SparseVDClassifier, SparseVDRegressor
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "relevance.json"
-FIGURE = HERE / "results" / "relevance.svg"
 DRAWS = 50
 RELEVANT = 5
 SIGNAL_TO_NOISE = 4.0
@@ -102,10 +103,8 @@ class Store:
             "versions": {name: importlib.metadata.version(name) for name in ("numpy", "scipy", "scikit-learn")},
         }
         self.records[key] = value
-        temporary = RESULTS.with_suffix(".tmp")
         lines = (f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in self.records.items())
-        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        temporary.replace(RESULTS)
+        atomic.write(RESULTS, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def draw(design: str, n: int, d: int, relevant: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -310,22 +309,17 @@ def table(store: Store) -> None:
         if (seconds := store.records.get(f"time/N=1000 D={d}")) is not None:
             ratios = np.array(seconds["Sparse VD"]) / np.array(seconds["ARDRegression"])
             medians = {name: statistics.median(values) for name, values in seconds.items()}
-            print(f"N = 1000, D = {d}: {medians} s; Sparse VD / ARDRegression {ratios.mean():.3f} ± {ratios.std():.3f}")
+            ratio = f"{ratios.mean():.3f} ± {ratios.std(ddof=1):.3f}"
+            print(f"N = 1000, D = {d}: {medians} s; Sparse VD / ARDRegression {ratio}")
     for key, gaps in store.records.items():
         if key.startswith("search/"):
             print(f"{key}: below the true support's score in {sum(gap < -0.01 for gap in gaps)} of {len(gaps)} draws")
 
 
 def figure(store: Store) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "relevance", "svg.fonttype": "none", "font.size": 9})
     colours = dict(zip(REGRESSORS, ("#c1272d", "#e8a09a", "#0000a7", "#6f8fd6", "#008176", "#b3a000"), strict=False))
     sizes = sorted({d for design, _, d in CELLS if design == "independent"})
-    chart, axes = plt.subplots(1, len(sizes) + 1, figsize=(15, 3.2), layout="constrained")
+    drawing, axes, path = chart("relevance", len(sizes) + 1, figsize=(15, 3.2))
     for axis, d in zip(axes, sizes, strict=False):
         for name, colour in colours.items():
             points = [
@@ -345,7 +339,7 @@ def figure(store: Store) -> None:
         axes[-1].bar(np.arange(len(shares)) + 0.14 * (i - 2.5), shares, 0.14, color=colours[name])
     axes[-1].set_xticks(range(len(NOISE_CELLS)), [f"N={n}\nD={d}" for _, n, d in NOISE_CELLS])
     axes[-1].set(yscale="symlog", title="targets of pure noise", ylabel="features kept")
-    chart.savefig(FIGURE, metadata={"Date": None})
+    drawing.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
