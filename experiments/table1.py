@@ -103,7 +103,7 @@ def figure(records: Records) -> None:
             points = [r["ratio"] for r in mine], [r["error"] for r in mine]
             axis.plot(*points, "o", markersize=4, color=colour, label=TITLES[method])
         axis.set(title=net, xscale="log", xlabel="|W| / |W≠0|", ylabel="test error, %")
-    axes[1].legend(fontsize=7, title="filled: here; ring: the paper's table", title_fontsize=7, loc="upper left")
+    axes[0].legend(fontsize=7, title="filled: here; ring: the paper's table", title_fontsize=7, loc="upper left")
     drawing.savefig(path, metadata={"Date": None})
 
 
