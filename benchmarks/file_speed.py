@@ -44,6 +44,8 @@ def network(structured: bool) -> nn.Module:
 
 
 def main() -> None:
+    if not native._library():
+        raise SystemExit("the C coder is not built; there is nothing to measure")
     cases = [(name, s, p) for name, s in (("scattered", False), ("structured", True)) for p in ("lossless", 6)]
     models = {structured: network(structured) for structured in (False, True)}
     megabytes = sum(parameter.numel() for parameter in models[False].parameters()) * 4 / 1e6
@@ -57,12 +59,10 @@ def main() -> None:
             ended = time.perf_counter()
             times.setdefault((name, precision, "encode"), []).append(megabytes / (between - started))
             times.setdefault((name, precision, "decode"), []).append(megabytes / (ended - between))
-    if not native._library():
-        raise SystemExit("the C coder is not built; there is nothing to compare")
     print(f"{megabytes:.0f} MB of dense float32, 98 % zeros, C coder")
-    cases_found = []
+    measured = []
     for (name, precision, way), speeds in times.items():
-        cases_found.append({"zeros": name, "precision": precision, "way": way, "megabytes_per_second": speeds})
+        measured.append({"zeros": name, "precision": precision, "way": way, "megabytes_per_second": speeds})
         spread = f"({min(speeds):.1f}–{max(speeds):.1f})"
         print(f"{name:11} {precision!s:9} {way}: {statistics.median(speeds):6.1f} MB/s {spread}")
     small = nn.Linear(400, 300)
@@ -77,7 +77,7 @@ def main() -> None:
     without = 2 * small.weight.numel() * 4 / 1e6 / seconds
     print(f"without the C coder, there and back: {without:.2f} MB/s")
     machine = {"processor": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}
-    found = {"command": "python benchmarks/file_speed.py", "machine": machine, "cases": cases_found}
+    found = {"command": "python benchmarks/file_speed.py", "machine": machine, "cases": measured}
     atomic.write(RESULTS, json.dumps(found | {"without_c_megabytes_per_second": without}, indent=1) + "\n")
 
 

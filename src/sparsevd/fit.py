@@ -163,7 +163,7 @@ def _fit(
     train = checked(train, "train")
     val = checked(val, "val") if val is not None else None
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    n = _number_of_examples(train, n_train)
+    n = number_of_examples(train, n_train)
     device = device_of(model)
     in_memory = torch.channels_last if config.channels_last and device.type == "cpu" else torch.contiguous_format
     _set_memory_format(model, in_memory)
@@ -268,7 +268,8 @@ def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> 
             parameter.data = parameter.data.to(memory_format=memory_format)
 
 
-def _number_of_examples(train: Data, n_train: int | None) -> int:
+def number_of_examples(train: Data, n_train: int | None) -> int:
+    """N of the bound: as the data says it, or where it cannot, as given."""
     if n_train is None:
         return size(train, "train")
     if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sparsevd.batches import Data, batches, checked, size
+from sparsevd.batches import Data, batches, checked
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.evaluate import Loss
-from sparsevd.fit import DECAYS
+from sparsevd.fit import DECAYS, number_of_examples
 from sparsevd.layers import SPARSE_TYPES
 from sparsevd.progress import choose
 
@@ -81,7 +81,7 @@ class Training:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
         self.data = checked(data, "train")
-        self.n = size(self.data, "train") if n_train is None else n_train
+        self.n = number_of_examples(self.data, n_train)
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
         self.spent = 0
 
