@@ -23,10 +23,15 @@ BEST = 0  # the widest instruction set of this machine; kernels.c numbers them
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built or do not load, or SPARSEVD_KERNELS=0 forbids them."""
-    if os.environ.get("SPARSEVD_KERNELS") == "0":
+    """The compiled kernels, or None where they were not built or do not load, or SPARSEVD_KERNELS=0 forbids them.
+
+    SPARSEVD_KERNELS may also name a library built from the same sources in another way, such as with sanitisers.
+    """
+    chosen = os.environ.get("SPARSEVD_KERNELS", "")
+    if chosen == "0":
         return None
-    found = [path for path in Path(__file__).parent.glob("_kernels*") if path.suffix in (".so", ".pyd", ".dylib")]
+    built = [path for path in Path(__file__).parent.glob("_kernels*") if path.suffix in (".so", ".pyd", ".dylib")]
+    found = [Path(chosen)] if chosen else built
     if not found:
         return None
     try:
