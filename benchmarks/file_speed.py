@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsevd import atomic, pack
-from sparsevd.pack import native
+from sparsevd import atomic, kernels, pack
 
 RESULTS = Path(__file__).parent / "results" / "file_speed.json"
 REPEAT = 5
@@ -44,7 +43,7 @@ def network(structured: bool) -> nn.Module:
 
 
 def main() -> None:
-    if not native._library():
+    if not kernels.available():
         raise SystemExit("the C coder is not built; there is nothing to measure")
     cases = [(name, s, p) for name, s in (("scattered", False), ("structured", True)) for p in ("lossless", 6)]
     models = {structured: network(structured) for structured in (False, True)}
@@ -68,12 +67,12 @@ def main() -> None:
     small = nn.Linear(400, 300)
     with torch.no_grad():
         small.weight[torch.rand_like(small.weight) >= 0.02] = 0
-    with_c, native._library = native._library, lambda: None  # type: ignore[assignment]
+    with_c, kernels.available = kernels.available, lambda: False  # type: ignore[assignment]
     started = time.perf_counter()
     data, _ = pack.pack(small)
     pack.unpack(data)
     seconds = time.perf_counter() - started
-    native._library = with_c
+    kernels.available = with_c
     without = 2 * small.weight.numel() * 4 / 1e6 / seconds
     print(f"without the C coder, there and back: {without:.2f} MB/s")
     machine = {"processor": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd import models
-from sparsevd.kernels import inference
+from sparsevd import kernels, models
 from sparsevd.runtime import accelerate as module
 from sparsevd.runtime import timing
 from sparsevd.runtime.folding import followers
 from sparsevd.runtime.layers import InferenceLayer
 
-built = pytest.mark.skipif(inference.library() is None, reason="the kernels are not built here")
+built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 
 
 @pytest.fixture(autouse=True)
@@ -300,10 +299,9 @@ def test_without_kernels_linear_layers_take_csr():
 import torch, sparsevd
 from torch import nn
 from sparsevd import kernels
-from sparsevd.kernels import inference
 from sparsevd.runtime import accelerate as module
 kernels.library.cache_clear(); kernels.library = lambda: None
-assert inference.library() is None
+assert not kernels.available()
 from sparsevd.runtime.timing import Timing
 def measured(calls):
     for call in calls: call()

@@ -20,12 +20,12 @@ from torch import nn
 import sparsevd
 from sparsevd import kernels, models, pack
 from sparsevd.errors import ArgumentError, FormatError, WriteError
-from sparsevd.pack import container, native
+from sparsevd.kernels.coder import NativeCoder
+from sparsevd.pack import container
 from sparsevd.pack.container import FRAME, MAGIC, VERSION
-from sparsevd.pack.native import NativeCoder
 from sparsevd.pack.symbols import INTEGERS, PythonCoder
 
-needs_c = pytest.mark.skipif(native._library() is None, reason="the C kernels are not built")
+needs_c = pytest.mark.skipif(not kernels.available(), reason="the C kernels are not built")
 CODERS = [PythonCoder, pytest.param(NativeCoder, marks=needs_c)]
 quick = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -303,7 +303,7 @@ def test_a_view_of_another_shape_is_not_an_alias():
 def test_without_the_kernels_the_file_is_the_same(monkeypatch):
     model = small_model()
     with_c, _ = pack.pack(model)
-    monkeypatch.setattr(native, "_library", lambda: None)
+    monkeypatch.setattr(kernels, "available", lambda: False)
     without, _ = pack.pack(model)
     assert with_c == without
     assert all(same_bits(a, b) for a, b in zip(pack.unpack(with_c).values(), model.state_dict().values(), strict=True))

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd import models
+from sparsevd import kernels, models
 from sparsevd.errors import GraphError
 from sparsevd.graph import capture
-from sparsevd.kernels import inference
+from sparsevd.kernels import program
+from sparsevd.kernels.inference import lanes
 from sparsevd.runtime import plan as module
 from sparsevd.runtime import timing
 from sparsevd.runtime.c_export import export_c
-from sparsevd.runtime.layers import lanes
 from sparsevd.runtime.plan import Plan
 from test_accelerate import Residual, pruned
 
-built = pytest.mark.skipif(inference.library() is None, reason="the kernels are not built here")
+built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
@@ -104,7 +104,7 @@ def test_batch_norm_of_a_filter_that_hardly_varies():
 
 @built
 def test_large_work_is_shared_by_the_threads(monkeypatch):
-    monkeypatch.setattr(module, "ENOUGH", 0)
+    monkeypatch.setattr(program, "ENOUGH", 0)
     model, x = example("everything", 5)
     before = torch.get_num_threads()
     try:

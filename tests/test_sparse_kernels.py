@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from sparsevd import kernels
-from sparsevd.kernels import inference
 from sparsevd.kernels.inference import Geometry, SparseProduct
 
-LIBRARY = inference.library()
+LIBRARY = kernels.library()
 SETS = {s: LIBRARY.sparsevd_sparse_lanes(s) for s in (1, 2, 3) if LIBRARY and LIBRARY.sparsevd_sparse_lanes(s)}
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the kernels are not built here")
 INFINITY = float("inf")

@@ -41,6 +41,7 @@ class Part:
 
     inputs: Tensor
     units: Tensor
+    width: int  # inputs of the whole layer
 
 
 class SparseLayer(nn.Module):
@@ -93,6 +94,11 @@ class SparseLayer(nn.Module):
         variance_dtype = self.variance_dtype or self.log_sigma2.dtype
         if self.part is None:
             return sample(self, input, self.weight, self.bias, self.log_sigma2, variance_dtype, *shape)
+        if input.shape[self.channel] != self.part.width:  # any wider input would be read in part
+            raise ArgumentError(
+                f"the layer takes {self.part.width} inputs, and its input of shape {tuple(input.shape)} has "
+                f"{input.shape[self.channel]}"
+            )
         part = (self.part.inputs, self.part.units, self._units())
         return sample_part(self, input, self.weight, self.bias, self.log_sigma2, variance_dtype, part, *shape)
 

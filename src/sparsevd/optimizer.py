@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
+from sparsevd.kernels import door
 from sparsevd.layers import SparseLayer
 
 
@@ -68,8 +69,7 @@ class BoundAdam(torch.optim.AdamW):
         return (
             gradients[0] is not None
             and gradients[1] is not None
-            and weight.stride() == log_sigma2.stride()
-            and kernels.fit(weight, log_sigma2)
+            and kernels.take_side_by_side(weight, log_sigma2)
             and not {weight, log_sigma2} & self._shared  # whose KL has several terms
             and self.defaults["weight_decay"] == 0
         )
@@ -96,6 +96,11 @@ class BoundAdam(torch.optim.AdamW):
 
 def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """The same numbers in the same order in memory: a gradient or a checkpoint may have them in another."""
-    if tensor.stride() == parameter.stride() and tensor.dtype is parameter.dtype:
+    if tensor.shape != parameter.shape:  # copying would spread it
+        raise ArgumentError(
+            f"a parameter of shape {tuple(parameter.shape)} has a gradient or Adam state of {tuple(tensor.shape)}; "
+            "give each parameter its own, or start without the optimizer's state"
+        )
+    if tensor.stride() == parameter.stride() and door.readable(tensor):
         return tensor
     return torch.empty_like(parameter).copy_(tensor)

@@ -83,7 +83,7 @@ def part_left(layer: SparseLayer) -> Part | None:
     units, inputs = (_indices(alive.any(1 - dimension)) for dimension in (0, 1))
     if len(units) * len(inputs) >= _PAYS_BELOW * alive.numel():
         return None
-    return Part(inputs, units)
+    return Part(inputs, units, alive.shape[1])
 
 
 def _indices(mask: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsevd import functional, kernels
+from sparsevd.errors import ArgumentError
+from sparsevd.kernels import door
 
 
 class LinearMap(Protocol):
@@ -54,7 +56,12 @@ def sample_part(
 ) -> Tensor:
     """The same where the weight has only some inputs and some of `size` units; the other units give out their bias."""
     inputs, units, size = part
-    if _can_fuse(input, weight, log_sigma2, variance_dtype) and _all_in_c(linear_map, input, weight, variance_dtype):
+    whole_bias = bias is None or (bias.shape == (size,) and door.readable(bias))
+    if (
+        whole_bias
+        and _can_fuse(input, weight, log_sigma2, variance_dtype)
+        and _all_in_c(linear_map, input, weight, variance_dtype)
+    ):
         return _FusedPart.apply(input, weight, bias, log_sigma2, *part)  # type: ignore[no-any-return,no-untyped-call]
     input = select(input, linear_map.channel, inputs)
     output = sample(linear_map, input, weight, None, log_sigma2, variance_dtype, *shape)
@@ -64,7 +71,8 @@ def sample_part(
 def _can_fuse(input: Tensor, weight: Tensor, log_sigma2: Tensor, variance_dtype: torch.dtype) -> bool:
     return (
         variance_dtype in (torch.float32, torch.bfloat16)
-        and kernels.fit(input, weight, log_sigma2)
+        and weight.shape == log_sigma2.shape
+        and kernels.take(input, weight, log_sigma2)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -78,6 +86,8 @@ def composed(
     variance_dtype: torch.dtype,
     *shape: Any,
 ) -> Tensor:
+    if weight.shape != log_sigma2.shape:  # torch would spread one over the other without a word
+        raise ArgumentError(f"the weight has shape {tuple(weight.shape)}, its log σ² {tuple(log_sigma2.shape)}")
     gamma = linear_map.product(input, weight, bias, *shape)
     wide, device = log_sigma2.dtype, input.device.type
     # bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows.
@@ -97,7 +107,7 @@ def fused(
     variance_dtype: torch.dtype,
     *shape: Any,
 ) -> Tensor:
-    if _all_in_c(linear_map, input, weight, variance_dtype):
+    if _all_in_c(linear_map, input, weight, variance_dtype) and kernels.fit_together(input, weight, bias):
         return _FusedLinear.apply(input, weight, bias, log_sigma2)  # type: ignore[no-any-return,no-untyped-call]
     arguments = (linear_map, input, weight, bias, log_sigma2, variance_dtype, shape)
     return _Fused.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
@@ -123,7 +133,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, log_sigma2, slope = ctx.saved_tensors
         wants_input, _, wants_bias, _ = ctx.needs_input_grad
-        return kernels.linear_backward(grad.contiguous(), slope, input, weight, log_sigma2, wants_bias, wants_input)
+        return kernels.linear_backward(door.plain(grad), slope, input, weight, log_sigma2, wants_bias, wants_input)
 
 
 class _FusedPart(torch.autograd.Function):

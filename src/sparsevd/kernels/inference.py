@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 
 from sparsevd import kernels
+from sparsevd.errors import ArgumentError
+from sparsevd.kernels import door
 
 ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
 _INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _POINTERS = "slot place zero order starts nonzeros bias"
+
+
+@functools.cache
+def lanes() -> int:
+    """Numbers in a register of this machine's best instruction set; 0 without the kernels."""
+    built = kernels.library()
+    return int(built.sparsevd_sparse_lanes(kernels.BEST)) if built else 0
 
 
 class LayerStruct(ctypes.Structure):
@@ -33,23 +42,6 @@ class LayerStruct(ctypes.Structure):
     )
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None without them."""
-    built = kernels.library()
-    if built is None:
-        return None
-    try:
-        built.sparsevd_sparse_lanes.argtypes, built.sparsevd_sparse_lanes.restype = [ctypes.c_int], ctypes.c_int
-        pointer, size = ctypes.c_void_p, ctypes.c_ssize_t
-        built.sparsevd_sparse_scratch.argtypes, built.sparsevd_sparse_scratch.restype = [pointer], size
-        for run in (built.sparsevd_sparse_run, built.sparsevd_plan_run):
-            run.argtypes, run.restype = [ctypes.c_int, ctypes.c_int, pointer, size, pointer, pointer, pointer], None
-    except AttributeError:  # built from other sources than these
-        return None
-    return built
-
-
 @dataclass(frozen=True)
 class Geometry:
     """What a convolution does besides its weights. A Linear layer is one of 1×1 images, a Conv1d one of height 1."""
@@ -58,6 +50,10 @@ class Geometry:
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)  # top, bottom, left, right
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+
+    def __post_init__(self) -> None:
+        if min(*self.stride, *self.dilation, self.groups) < 1 or min(self.padding) < 0:
+            raise ArgumentError(f"{self}: stride, dilation and groups must be at least 1, padding at least 0")
 
 
 class Planes:
@@ -75,6 +71,7 @@ class Planes:
         else:
             self.pitch, beyond = -(-wide // self.stride_x), 0
         self.size = self.stride_y * self.stride_x * self.rows * self.pitch + beyond
+        door.int32("positions in a plane", self.size)  # before memory is taken for them
         y, x = np.divmod(np.arange(height * width), width)
         self.pixels = self.position(y + top, x + left)
         self.zeros = np.setdiff1d(np.arange(self.size), self.pixels)
@@ -103,16 +100,30 @@ class SparseProduct:
         high: float = float("inf"),
         instruction_set: int = kernels.BEST,
     ) -> None:
-        built = library()
-        assert built is not None
+        built = kernels.library()
+        if built is None:
+            raise ArgumentError("the C kernels are not built; install with a C compiler")
         lanes = built.sparsevd_sparse_lanes(instruction_set)
-        assert images == 1 or images % lanes == 0
+        if lanes == 0 or images < 1 or (images > 1 and images % lanes) or batch < 0 or min(size) < 1:
+            raise ArgumentError(
+                f"instruction set {instruction_set} with batch {batch}, images of {size}, {images} side by side: the "
+                f"machine must have it, and these must be 1 or a multiple of its {lanes or 'numbers in a register'}"
+            )
+        if not 2 <= weight.ndim <= 4 or weight.shape[0] % geometry.groups:
+            raise ArgumentError(f"a weight of shape {tuple(weight.shape)} in {geometry.groups} groups is no layer")
         self.instruction_set, self.batch = instruction_set, batch
         four_axes = (*weight.shape[:2], *(1,) * (4 - weight.ndim), *weight.shape[2:])
-        dense = weight.detach().float().numpy().reshape(four_axes)
+        dense = door.plain(weight.detach()).numpy().reshape(four_axes)
         self.outputs, channels = dense.shape[0], dense.shape[1] * geometry.groups
+        if bias is not None and bias.shape != (self.outputs,):
+            raise ArgumentError(f"a bias of shape {tuple(bias.shape)} for {self.outputs} outputs")
+        door.int32("pixels of a group of images", channels * size[0] * size[1] * images)
         planes = Planes(size, dense.shape[2:], geometry)
         self.out_size = (planes.out_height, planes.out_width)
+        if min(self.out_size) < 1:
+            raise ArgumentError(f"a filter of {dense.shape[2:]} does not fit images of {size}")
+        door.int32("numbers in the planes", channels * planes.size * images)
+        door.int32("numbers in the outputs", self.outputs * planes.out_height * planes.out_width * images)
 
         filters, inputs, y, x = np.nonzero(dense)
         values = dense[filters, inputs, y, x]
@@ -131,7 +142,7 @@ class SparseProduct:
             "place": planes.pixels.astype(np.int32),
             "zero": zero_runs.astype(np.int32),
             **in_order(self.outputs, filters, offsets, values),
-            "bias": np.zeros(self.outputs, np.float32) if bias is None else bias.detach().float().numpy().copy(),
+            "bias": np.zeros(self.outputs, np.float32) if bias is None else door.plain(bias.detach()).numpy().copy(),
         }
         self._layer = LayerStruct(
             channels=channels,
@@ -156,12 +167,20 @@ class SparseProduct:
         self._address = ctypes.addressof(self._layer)
         self._scratch = built.sparsevd_sparse_scratch(self._address)
         self._run = built.sparsevd_sparse_run
+        self._inputs = batch * channels * size[0] * size[1]
+        self._outputs = batch * self.outputs * planes.out_height * planes.out_width
         self.small = len(values) * planes.out_height * planes.out_width * batch < ENOUGH
 
     def __call__(self, x: Tensor, out_shape: tuple[int, ...], threads: int | None = None) -> Tensor:
-        """x is contiguous and has batch × channels × height × width numbers."""
-        threads = threads or (1 if self.small else torch.get_num_threads())
-        out = x.new_empty(out_shape)
+        """x has batch × channels × height × width numbers; out_shape is how the answer's numbers are laid out."""
+        x = door.plain(x)
+        out = torch.empty(out_shape, dtype=torch.float32, device="cpu")
+        if x.numel() != self._inputs or out.numel() != self._outputs:
+            raise ArgumentError(
+                f"the layer was made for {self._inputs} numbers and gives {self._outputs}, "
+                f"not {tuple(x.shape)} and {tuple(out_shape)}"
+            )
+        threads = max(1, threads or (1 if self.small else torch.get_num_threads()))
         memory = scratch(threads * self._scratch)
         self._run(self.instruction_set, threads, self._address, self.batch, x.data_ptr(), out.data_ptr(), memory)
         return out

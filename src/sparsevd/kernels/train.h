@@ -156,11 +156,13 @@ TARGET static void NAME(exp_block)(const float *x, float *out, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES) store_part(out + i, exponential(load_part(x + i, n - i)), n - i);
 }
 
-/* The same as bfloat16: the upper half of a float, rounded to nearest even. */
+/* The same as bfloat16: the upper half of a float, rounded to nearest even. Rounding could carry a NaN over into zero. */
 TARGET static void NAME(exp_bf16_block)(const float *x, uint16_t *out, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES) {
-    vu bits = (vu)exponential(load_part(x + i, n - i));
-    vh upper = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, vh);
+    vf value = exponential(load_part(x + i, n - i));
+    vu bits = (vu)value, no_number = (vu)(value != value);
+    bits = ((bits + 0x7fff + ((bits >> 16) & 1)) & ~no_number) | (no_number & 0x7fc00000);
+    vh upper = __builtin_convertvector(bits >> 16, vh);
     memcpy(out + i, &upper, sizeof(uint16_t) * (n - i < LANES ? n - i : LANES));
   }
 }

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sparsevd import kernels
 from sparsevd.convert import FAST_PATHS
 from sparsevd.errors import ArgumentError, ConversionError
-from sparsevd.kernels import inference
 from sparsevd.layers import SparseLayer
 from sparsevd.runtime.folding import Followers, followers, with_batch_norm
 from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, group_choices
@@ -34,6 +34,9 @@ class LayerChoice:
 
 class Accelerated(nn.Module):
     """A network whose layers take their faster way; call it as the network it was made from. For inference only.
+
+    It is a snapshot: weights and biases were copied when it was made, and what later becomes of the network it was made
+    from does not change it. To have it follow, call `accelerate` again.
 
     `choices` holds what was measured, `left_alone` what was not touched and why; printing it shows both. Other
     attributes are those of the network.
@@ -196,7 +199,7 @@ def _chosen(
     batch = shape[0] if sparse.axes else x.numel() // shape[-1]
     candidates: list[Callable[[], object]] = [lambda: dense(x)]
     groups: list[int] = []
-    if inference.library() is not None:
+    if kernels.available():
         groups = group_choices(sparse, batch)
         candidates += [_with_group(sparse, images, x) for images in groups]
     elif not sparse.axes and len(shape) == 2:

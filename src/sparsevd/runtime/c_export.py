@@ -13,7 +13,8 @@ from sparsevd import atomic
 from sparsevd.errors import ArgumentError
 from sparsevd.graph import Graph, capture
 from sparsevd.kernels import inference
-from sparsevd.runtime.network import Network, Step, Value, network, nonzeros_of
+from sparsevd.kernels.steps import Network, Step, Value, nonzeros_of
+from sparsevd.runtime.network import network
 
 SOURCES = Path(inference.__file__).parent
 TOLERANCE = 1e-4  # of the self-test, relative to the largest output

@@ -1,6 +1,5 @@
 """A Linear or Conv layer with zeros, ready to run in the way that measured fastest."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsevd.errors import ArgumentError
-from sparsevd.kernels import inference
-from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct
+from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct, lanes
 
 LAYER_TYPES: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2}  # and how many axes an image has
 INFINITY = float("inf")
@@ -23,7 +21,8 @@ class InferenceLayer(nn.Module):
     """clamp(Wx + b, low, high), by the sparse kernel for groups of `images`, or densely where that is None.
 
     Takes what the layer it stands for takes. What the kernels cannot do (another type or device, gradients,
-    torch.compile) is done densely, so the answers are always there.
+    torch.compile) is done densely, so the answers are always there. Weight and bias are copies, made when the layer
+    is: torch's own operations on them in place are noticed, writing past torch (`.data`, numpy) is not.
     """
 
     weight: Tensor
@@ -50,9 +49,9 @@ class InferenceLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ready = self._ready.get(x.shape)
-        if ready is None or not _plain(x) or ready.version != _version(self._buffers["weight"]):
+        if ready is None or not _plain(x) or ready.version != self._copied_version():
             return self._unprepared(x)
-        return ready.product(x if x.is_contiguous() else x.contiguous(), ready.out_shape)
+        return ready.product(x, ready.out_shape)
 
     def _unprepared(self, x: Tensor) -> Tensor:
         """An input that is the first of its shape, or not for the kernel."""
@@ -68,7 +67,7 @@ class InferenceLayer(nn.Module):
         if len(self._ready) >= _SIZES_KEPT:
             self._ready.clear()
         ready = self._ready[x.shape] = self._made_ready(x.shape)
-        return ready.product(x.contiguous(), ready.out_shape)
+        return ready.product(x, ready.out_shape)
 
     def dense(self, x: Tensor) -> Tensor:
         """The same with torch's dense operators."""
@@ -94,6 +93,8 @@ class InferenceLayer(nn.Module):
     def _fits(self, x: Tensor) -> bool:
         if not _plain(x) or x.numel() == 0 or self.weight.device.type != "cpu" or self.weight.dtype != torch.float32:
             return False
+        if self.bias is not None and (self.bias.shape != self.weight.shape[:1] or self.bias.dtype != torch.float32):
+            return False  # torch spreads it, or says what is wrong
         if not self.axes:
             return x.ndim > 0 and x.shape[-1] == self.weight.shape[1]
         channels = self.weight.shape[1] * self.groups
@@ -122,7 +123,13 @@ class InferenceLayer(nn.Module):
             out_shape = (*shape[: -self.axes - 1], product.outputs, *product.out_size[-self.axes :])
         else:
             out_shape = (*shape[:-1], product.outputs)
-        return _Ready(product, out_shape, _version(self.weight))
+        return _Ready(product, out_shape, self._copied_version())
+
+    def _copied_version(self) -> tuple[int, ...]:
+        """Changes when weight or bias do."""
+        bias = self._buffers["bias"]
+        weight = _version(cast(Tensor, self._buffers["weight"]))
+        return weight if bias is None else weight + _version(bias)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own products: they hold addresses."""
@@ -139,13 +146,12 @@ class _Ready:
 
     product: SparseProduct
     out_shape: tuple[int, ...]
-    version: tuple[int, int]
+    version: tuple[int, ...]
 
 
-def _version(weight: Tensor | None) -> tuple[int, int]:
-    """Changes when the weights do."""
-    assert weight is not None
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Changes when its numbers do, unless these are written to past torch."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _plain(x: Tensor) -> bool:
@@ -167,12 +173,6 @@ def geometry_of(layer: nn.Module) -> tuple[tuple[int, int], tuple[int, int, int,
     left, right, top, bottom = sides if len(sides) == 4 else (*sides, 0, 0)
     stride, dilation = (1, *layer.stride)[-2:], (1, *layer.dilation)[-2:]
     return (stride[0], stride[1]), (top, bottom, left, right), (dilation[0], dilation[1]), layer.groups
-
-
-@functools.cache
-def lanes() -> int:
-    library = inference.library()
-    return library.sparsevd_sparse_lanes(0) if library else 0
 
 
 def linear_group(batch: int) -> int:

@@ -1,0 +1,246 @@
+"""The door to a whole network in C: its steps as structs, checked against the memory that they will work in."""
+
+import ctypes
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsevd import kernels
+from sparsevd.errors import ArgumentError
+from sparsevd.kernels import door
+from sparsevd.kernels.inference import ENOUGH, LayerStruct
+from sparsevd.kernels.steps import KINDS, OVERREAD, Network, Step, Value, nonzeros_of
+
+
+class _Value(ctypes.Structure):
+    """struct value"""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ["channels", "height", "width", "pitch", "plane", "planes", "first"]
+    )
+
+
+class _Step(ctypes.Structure):
+    """struct step"""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("input", _Value),
+        ("second", _Value),
+        ("out", _Value),
+        *(
+            (name, ctypes.c_int32)
+            for name in ["kernel_y", "kernel_x", "stride_y", "stride_x", "top", "left", "dilation_y", "dilation_x"]
+        ),
+        ("count_padding", ctypes.c_int32),
+        ("low", ctypes.c_float),
+        ("high", ctypes.c_float),
+        ("scale", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("layer", ctypes.c_void_p),
+    )
+
+
+class _Plan(ctypes.Structure):
+    """struct plan"""
+
+    _fields_ = (
+        ("images", ctypes.c_int32),
+        ("steps", ctypes.c_int32),
+        ("out_planes", ctypes.c_int32),
+        ("out_size", ctypes.c_int32),
+        ("scratch", ctypes.c_int64),
+        ("input", ctypes.c_void_p),
+        ("input_planes", ctypes.c_int32),
+        ("step", ctypes.c_void_p),
+    )
+
+
+class Program:
+    """A network laid out for groups of so many images. Safe to call from several threads."""
+
+    def __init__(self, net: Network, images: int, instruction_set: int) -> None:
+        built = kernels.library()
+        if built is None:
+            raise ArgumentError("the C kernels are not built; install with a C compiler")
+        lanes = built.sparsevd_sparse_lanes(instruction_set)
+        if lanes == 0 or images < 1 or (images > 1 and images % lanes):
+            raise ArgumentError(
+                f"instruction set {instruction_set} with {images} images side by side: this machine must have it, and "
+                f"they must be 1 or a multiple of its {lanes or 'numbers in a register'}"
+            )
+        self._kept: list[Any] = []  # what the structs point to
+        floats = net.placed(images)
+        self.floats, self.instruction_set, self.images = -(-floats // 16) * 16, instruction_set, images
+        in_phases = {id(step.out) for step in net.steps if step.kind == "REPACK"}
+        for value in net.values:
+            self._check(value, id(value) in in_phases)
+        steps = (_Step * len(net.steps))(*(self._step(step) for step in net.steps))
+        self._plan = _Plan(
+            images=images,
+            steps=len(steps),
+            out_planes=net.output.planes,
+            out_size=door.int32("outputs", net.output.numbers),
+            scratch=self.floats,
+            input=ctypes.addressof(self._packing(net.input)),
+            input_planes=net.input.planes,
+            step=ctypes.addressof(steps),
+        )
+        self._kept.append(steps)
+        self._address = ctypes.addressof(self._plan)
+        self._inputs, self._outputs = net.input.numbers, net.output.numbers
+        self._run = built.sparsevd_plan_run
+        self._free: list[tuple[int, int, Tensor]] = []  # scratch memory that no call uses now
+        self.work = images * sum(
+            int(torch.count_nonzero(cast(Tensor, step.weight))) * step.out.height * step.out.width
+            for step in net.steps
+            if step.kind == "PRODUCT"
+        )
+
+    def __call__(self, x: Tensor, out_shape: tuple[int, ...]) -> Tensor:
+        """x and out_shape have the batch first; the rest has the numbers of the network's input and output."""
+        x = door.plain(x)
+        batch = out_shape[0]
+        out = torch.empty(out_shape, dtype=torch.float32, device="cpu")
+        if x.numel() != batch * self._inputs or out.numel() != batch * self._outputs:
+            raise ArgumentError(
+                f"a batch of {batch} has {batch * self._inputs} numbers and gives {batch * self._outputs}, "
+                f"not {tuple(x.shape)} and {tuple(out_shape)}"
+            )
+        threads = torch.get_num_threads()
+        if threads > 1 and self.work * -(-batch // self.images) < ENOUGH:
+            threads = 1
+        try:
+            room, address, memory = self._free.pop()
+        except IndexError:
+            room = 0
+        if room < threads:
+            memory = torch.zeros(threads * self.floats + 16, dtype=torch.float32, device="cpu")
+            room, address = threads, -(-memory.data_ptr() // 64) * 64
+        self._run(self.instruction_set, threads, self._address, batch, x.data_ptr(), out.data_ptr(), address)
+        self._free.append((room, address, memory))
+        return out
+
+    # ---- what C will read and write lies where it may ----
+
+    def _check(self, value: Value, in_phases: bool) -> None:
+        """An activation fits its planes, and these the scratch memory. In phases, `_places` looks at each pixel."""
+        last = value.first + (value.height - 1) * value.pitch + value.width
+        rows_fit = in_phases or (value.width <= value.pitch and last <= value.plane)
+        end = value.planes + value.channels * value.plane * self.images + OVERREAD
+        sound = min(value.channels, value.height, value.width, value.first, value.planes) >= 0
+        if not (sound and rows_fit and end <= self.floats):
+            raise ArgumentError(f"an activation has no room: {value} for {self.images} images in {self.floats} floats")
+
+    def _check_reads(self, step: Step, offsets: Any) -> None:
+        """A product reads its input's planes; its last vector of a row may go past them by less than OVERREAD."""
+        source, out = step.inputs[0], step.out
+        reach = ((out.height - 1) * source.pitch + out.width) * self.images
+        end = source.channels * source.plane * self.images
+        if len(offsets) and not (offsets.min() >= 0 and offsets.max() + reach <= end):
+            raise ArgumentError(
+                f"layer {step.name!r} would read {offsets.min()} to {offsets.max() + reach} of {end} floats"
+            )
+
+    # ---- the structs ----
+
+    def _pointer(self, name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> int:
+        array = np.ascontiguousarray(array)
+        self._kept.append(array)
+        return door.array_address(name, array, shape, dtype)
+
+    def _places(self, positions: Any, value: Value) -> int:
+        """Where the pixels of a channel lie in its plane."""
+        if len(positions) and not (positions.min() >= 0 and positions.max() < value.plane):
+            raise ArgumentError(f"pixels at {positions.min()} to {positions.max()} of a plane of {value.plane}")
+        return self._pointer("place", positions.astype(np.int32), (value.height * value.width,), np.int32)
+
+    def _packing(self, value: Value) -> LayerStruct:
+        """How the input gets into its planes."""
+        layer = LayerStruct(
+            channels=value.channels,
+            height=value.height,
+            width=value.width,
+            images=self.images,
+            used=value.channels,
+            stride_x=1,
+            pitch=value.pitch,
+            plane=value.plane,
+            slot=self._pointer("slot", np.arange(value.channels, dtype=np.int32), (value.channels,), np.int32),
+            place=self._places(value.offsets()[: value.height * value.width], value),
+        )
+        self._kept.append(layer)
+        return layer
+
+    def _layer(self, step: Step) -> LayerStruct:
+        source, out = step.inputs[0], step.out
+        arrays = nonzeros_of(step, self.images)
+        self._check_reads(step, arrays["nonzeros"]["offset"])
+        bias = np.zeros(out.channels, np.float32) if step.shift is None else step.shift.numpy()
+        layer = LayerStruct(
+            channels=source.channels,
+            height=source.height,
+            width=source.width,
+            outputs=out.channels,
+            out_height=out.height,
+            out_width=out.width,
+            images=self.images,
+            used=source.channels,
+            stride_x=step.geometry.stride[1],
+            pitch=source.pitch,
+            plane=source.plane,
+            out_pitch=out.pitch,
+            out_plane=out.plane,
+            low=step.bounds[0],
+            high=step.bounds[1],
+            bias=self._pointer("bias", bias, (out.channels,), np.float32),
+            order=self._pointer("order", arrays["order"], (out.channels,), np.int32),
+            starts=self._pointer("starts", arrays["starts"], (out.channels + 1,), np.int32),
+            nonzeros=self._pointer("nonzeros", arrays["nonzeros"], (arrays["starts"][-1],), arrays["nonzeros"].dtype),
+        )
+        self._kept.append(layer)
+        return layer
+
+    def _step(self, step: Step) -> _Step:
+        result = _Step(
+            kind=KINDS.index(step.kind),
+            input=_value(step.inputs[0]),
+            second=_value(step.inputs[-1]),
+            out=_value(step.out),
+            low=step.bounds[0],
+            high=step.bounds[1],
+        )
+        source, out = step.inputs[0], step.out
+        sizes = {(value.channels, value.height, value.width) for value in (*step.inputs, out)}
+        if step.kind == "PRODUCT":
+            result.layer = ctypes.addressof(self._layer(step))
+        elif step.kind == "REPACK":
+            assert step.phases is not None
+            layer = LayerStruct(place=self._places(step.phases.pixels, out))
+            self._kept.append(layer)
+            result.layer = ctypes.addressof(layer)
+        elif step.kind == "AFFINE":
+            for name, tensor in (("scale", step.scale), ("shift", step.shift)):
+                numbers = cast(Tensor, tensor).numpy()
+                setattr(result, name, self._pointer(name, numbers, (source.channels,), np.float32))
+        if step.window is not None:
+            window = step.window
+            for size, *axis in zip((out.height, out.width), window.kernel, window.stride, window.dilation, strict=True):
+                kernel, stride, dilation = (door.int32("of a window", number, least=1) for number in axis)
+                door.int32("the reach of a window", (size - 1) * stride + (kernel - 1) * dilation)
+            (result.kernel_y, result.kernel_x), (result.stride_y, result.stride_x) = window.kernel, window.stride
+            result.top, result.left = (door.int32("padding", number) for number in window.padding)
+            result.dilation_y, result.dilation_x = window.dilation
+            result.count_padding = window.count_padding
+        if (source.channels != out.channels and step.kind != "PRODUCT") or (
+            len(sizes) > 1 and step.kind in ("ADD", "AFFINE", "REPACK")
+        ):
+            raise ArgumentError(f"{step.kind} {step.name!r} cannot go from {step.inputs} to {out}")
+        return result
+
+
+def _value(value: Value) -> _Value:
+    fields = (value.channels, value.height, value.width, value.pitch, value.plane, value.planes, value.first)
+    return _Value(*(door.int32("a size of an activation", field) for field in fields))

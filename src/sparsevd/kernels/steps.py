@@ -1,0 +1,111 @@
+"""A network as the kernels compute it: activations with their places in scratch memory, and steps between them.
+
+A plan runs these steps, and the exported C file is written from them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from sparsevd.errors import GraphError
+from sparsevd.kernels.inference import Geometry, Ints, Planes, in_order
+
+INFINITY = float("inf")
+OVERREAD = 64  # floats that a tile may read past the last plane
+_ROUNDING = 16  # floats: activations begin at whole cache lines
+KINDS = ("PRODUCT", "REPACK", "MAX_POOL", "AVERAGE_POOL", "AFFINE", "ADD")  # enum step_kind
+
+
+@dataclass
+class Value:
+    """An activation: one plane per channel, its rows `pitch` positions apart, its first pixel `first` into it."""
+
+    channels: int
+    height: int
+    width: int
+    pitch: int = 0
+    plane: int = 0
+    first: int = 0
+    planes: int = 0  # floats before the first plane
+    padding: tuple[int, int] = (0, 0)  # rows of zeros above and below, positions of zeros beside
+
+    @property
+    def numbers(self) -> int:
+        return self.channels * self.height * self.width
+
+    def offsets(self) -> Ints:
+        """Of every number in its logical order, in positions from the first plane."""
+        channel, y, x = np.indices((self.channels, self.height, self.width)).reshape(3, -1)
+        return cast(Ints, channel * self.plane + self.first + y * self.pitch + x)
+
+
+@dataclass
+class Window:
+    """Of a pooling."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int] = (1, 1)
+    count_padding: bool = False
+
+
+@dataclass
+class Step:
+    """One operation: kinds are those of `enum step_kind` in inference.h."""
+
+    kind: str
+    inputs: tuple[Value, ...]
+    out: Value
+    weight: Tensor | None = None  # [outputs, inputs of a group, kernel_y, kernel_x]
+    scale: Tensor | None = None
+    shift: Tensor | None = None  # the bias of a product
+    bounds: tuple[float, float] = (-INFINITY, INFINITY)
+    geometry: Geometry = field(default_factory=Geometry)
+    window: Window | None = None
+    linear: bool = False  # a product of all numbers, not a convolution
+    phases: Planes | None = None  # of a REPACK for a strided convolution, and of the product that follows
+    name: str = ""
+
+
+@dataclass
+class Network:
+    """The steps in their order, and where input and output lie."""
+
+    steps: list[Step]
+    values: list[Value]
+    input: Value
+    output: Value
+    output_shape: tuple[int, ...]
+
+    def placed(self, images: int) -> int:
+        """Give every activation its place for groups of this many images; returns the floats of scratch memory."""
+        floats = 0
+        for value in self.values:
+            value.planes = floats
+            size = value.channels * value.plane * images + OVERREAD
+            floats += -(-size // _ROUNDING) * _ROUNDING
+        if floats >= 2**31:
+            raise GraphError(f"the activations of {images} images need {floats:,} numbers, which is more than fits")
+        return floats
+
+
+def nonzeros_of(step: Step, images: int) -> dict[str, Any]:
+    """Order, starts and nonzeros of a product, with offsets into the planes that its input has."""
+    weight = cast(Tensor, step.weight).numpy()
+    source, geometry = step.inputs[0], step.geometry
+    filters, inputs, y, x = np.nonzero(weight)
+    values = weight[filters, inputs, y, x]
+    inputs = inputs + filters // (weight.shape[0] // geometry.groups) * weight.shape[1]
+    y, x = y * geometry.dilation[0], x * geometry.dilation[1]
+    if step.linear:  # it reads all numbers of its input, wherever they lie
+        offsets = source.offsets()[inputs]
+    elif step.phases is not None:
+        offsets = inputs * source.plane + step.phases.position(y, x)
+    else:
+        top, left = source.padding
+        origin = (top - geometry.padding[0]) * source.pitch + left - geometry.padding[2]
+        offsets = inputs * source.plane + origin + y * source.pitch + x
+    return in_order(weight.shape[0], filters, offsets * images, values)
