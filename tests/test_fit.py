@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import signal
+import sys
 import threading
 
 import pytest
@@ -129,6 +130,86 @@ def test_data_of_unknown_length_needs_n_train():
 def test_a_wrong_n_train_is_refused(n_train):
     with pytest.raises(ArgumentError, match="n_train"):
         sparsevd.fit(network(), problem(), None, FEW, n_train=n_train, progress=False)
+
+
+@pytest.mark.parametrize("form", [DataLoader, lambda data: data])
+def test_n_train_must_agree_with_the_length_of_the_data(form):
+    """With another N the KL would have another weight, and the schedules another length."""
+    data = form(TensorDataset(*problem(), torch.arange(500)))
+    with pytest.raises(ArgumentError, match="n_train=5000 but train has 500 examples; leave n_train out"):
+        sparsevd.fit(network(), data, None, FEW, n_train=5000, progress=False)
+
+
+def test_a_sampler_may_give_other_examples_than_there_are():
+    """N is then either; the schedules go by what a pass really gives."""
+    dataset = TensorDataset(*problem())
+    betas = {}
+    for n_train in (200, 500, None):
+        sampler = torch.utils.data.RandomSampler(dataset, num_samples=200)
+        loader = DataLoader(dataset, batch_size=50, sampler=sampler)
+        rates, step = [], BoundAdam.step
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BoundAdam, "step", lambda self: (rates.append(self.param_groups[0]["lr"]), step(self)))  # noqa: B023
+            history = sparsevd.fit(network(), loader, None, FEW, n_train=n_train, progress=False)
+        assert len(rates) == 16
+        assert all(later < earlier for earlier, later in itertools.pairwise(rates))
+        betas[n_train] = rates
+        n = n_train or 200
+        assert history[-1].elbo == pytest.approx(-(n * history[-1].train_loss + history[-1].kl))
+    assert betas[200] == betas[500] == betas[None]
+    with pytest.raises(ArgumentError, match="200 or 500"):
+        sparsevd.fit(network(), loader, None, FEW, n_train=300, progress=False)
+
+
+def test_bfloat16_is_chosen_by_size_and_kept_for_resume(tmp_path, monkeypatch):
+    """Never for small layers; a run that goes on where the CPU has no such instructions computes the same."""
+    import sparsevd.sampling as sampling
+
+    large, used = nn.Conv2d(1, 64, 3), []
+    fit = sys.modules["sparsevd.fit"]
+    original = sampling.sample
+
+    def watched(linear_map, *arguments):
+        used.append((type(linear_map).__name__, arguments[4]))
+        return original(linear_map, *arguments)
+
+    monkeypatch.setattr(sys.modules["sparsevd.layers"], "sample", watched)
+    data = torch.randn(100, 1, 30, 30), torch.randint(0, 2, (100,))
+    config = sparsevd.FitConfig(epochs=2, batch_size=100, drop_from=1.0)
+
+    def trained(instructions, **settings):
+        monkeypatch.setattr(fit, "multiplies_bfloat16", lambda: instructions)
+        torch.manual_seed(0)
+        model = sparsevd.sparsify(
+            nn.Sequential(copy.deepcopy(large), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 2))
+        )
+        used.clear()
+        sparsevd.fit(model, data, None, config, progress=False, **settings)
+        return model, dict(used)
+
+    chosen = {"SparseConv2d": torch.bfloat16, "SparseLinear": torch.float32}
+    unbroken, way = trained(True)
+    assert way == chosen
+    assert set(trained(False)[1].values()) == {torch.float32}
+    with monkeypatch.context() as patch:
+        patch.setattr(fit.RunFolder, "save", stopped_after(fit.RunFolder.save, 1))
+        with pytest.raises(KeyboardInterrupt):
+            trained(True, run_dir=tmp_path)
+    resumed, way = trained(False, run_dir=tmp_path, resume=True)
+    assert way == chosen
+    assert torch.equal(weights(resumed), weights(unbroken))
+
+
+def stopped_after(save, count):
+    """A writer of checkpoints that is interrupted after so many."""
+    calls = itertools.count(1)
+
+    def saving(self, *arguments):
+        save(self, *arguments)
+        if next(calls) == count:
+            raise KeyboardInterrupt
+
+    return saving
 
 
 @pytest.mark.parametrize(

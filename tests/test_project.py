@@ -16,6 +16,8 @@ PACKAGE = ROOT / "src" / "sparsevd"
 ORDER = [
     "errors",
     "atomic",
+    "generator",
+    "threads",
     "functional",
     "kernels",
     "sampling",

@@ -84,6 +84,22 @@ def size(data: Data, name: str) -> int:
     return n
 
 
+def known_sizes(data: Data) -> set[int]:
+    """How many examples the data set has, and how many a pass over it gives: a sampler may make these differ."""
+    counted: list[object] = [data[0] if isinstance(data, tuple) else data]
+    if isinstance(data, DataLoader):
+        if data.batch_size is None and data.batch_sampler is None:
+            return set()  # the data set makes whole batches itself, and counts these
+        counted = [data.dataset] if isinstance(data.dataset, IterableDataset) else [data.dataset, data.sampler]
+    found = set()
+    for each in counted:
+        try:
+            found.add(len(cast(Sized, each)))
+        except TypeError:  # it does not know
+            continue
+    return found
+
+
 def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
     """One pass over the data. The order comes from torch's global generator; a DataLoader has its own way."""
     if isinstance(data, tuple):

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsevd import generator, threads
 from sparsevd import progress as progress_
-from sparsevd.batches import Data, batches, checked, size
+from sparsevd.batches import Data, batches, checked, known_sizes, size
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.evaluate import Loss, device_of, elbo, evaluate, wrong
 from sparsevd.layers import SparseLayer
@@ -35,6 +36,8 @@ from sparsevd.summary import summary
 VARIANCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
+# Then it shows whether the threads get on beside what else the machine does.
+STEPS_BEFORE_LOOKING = 20
 
 # What is left of the learning rate when a part of the run, from 0 to 1, is over.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -66,7 +69,7 @@ class FitConfig:
     contract: bool = True  # compute without inputs and units that have no weight left
     channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
     # "float32" or "bfloat16" for the variance product. None: as the layers have it, and where they do not say ...
-    variance_dtype: str | None = None  # ... bfloat16 on a CPU with instructions for it, else float32
+    variance_dtype: str | None = None  # ... float32, or bfloat16 for large products on a CPU with instructions for it
     weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
     adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
     seed: int = 0
@@ -164,26 +167,27 @@ def _fit(
     val = checked(val, "val") if val is not None else None
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
     n = number_of_examples(train, n_train)
+    per_epoch = examples_per_epoch(train, n)
     device = device_of(model)
     in_memory = torch.channels_last if config.channels_last and device.type == "cpu" else torch.contiguous_format
     _set_memory_format(model, in_memory)
     optimizer = BoundAdam(model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
-    # Over five seeds bfloat16 changes neither sparsity nor error: experiments/results/lenet_300_100.json.
-    faster = device.type == "cpu" and multiplies_bfloat16()
-    for layer in layers:
-        if config.variance_dtype is not None:
-            layer.variance_dtype = VARIANCE_DTYPES[config.variance_dtype]
-        elif layer.variance_dtype is None and layer.log_sigma2.dtype is torch.float32 and faster:
-            layer.variance_dtype = torch.bfloat16
     beta_at = warm_up(config.warm_up_start, config.warm_up_end)
     folder = RunFolder(run_dir, {**asdict(config), "n_train": n})
     state, rng = folder.restore(model, optimizer) if resume else (State(), None)
     if not resume:
         folder.refuse_to_overwrite()
+    if state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
+        state.bfloat16 = device.type == "cpu" and multiplies_bfloat16()
+    for layer in layers:
+        if config.variance_dtype is not None:
+            layer.variance_dtype = VARIANCE_DTYPES[config.variance_dtype]
+        # Over five seeds bfloat16 changes neither sparsity nor error: experiments/results/lenet_300_100.json.
+        layer.bfloat16_where_faster = state.bfloat16 and layer.log_sigma2.dtype is torch.float32
 
     with (
         progress_.choose(show_progress) as progress,
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        generator.reserved(device),
         _interruptible() as interrupt,
     ):
         while state.epoch < config.epochs:
@@ -203,7 +207,7 @@ def _fit(
                     x, y = x.to(device), y.to(device)
                     if x.ndim == 4:
                         x = x.to(memory_format=in_memory)
-                    done = min(1.0, (state.epoch + state.seen / n) / config.epochs)
+                    done = (state.epoch + min(1.0, state.seen / per_epoch)) / config.epochs
                     late = done >= config.late_from
                     ratio = config.late_log_sigma2_lr_ratio if late else config.log_sigma2_lr_ratio
                     optimizer.set_learning_rate(config.learning_rate * DECAYS[config.decay](done), ratio)
@@ -226,9 +230,12 @@ def _fit(
                     state.loss += value * len(y)
                     missed = wrong(output, y)
                     state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
-                    progress.step((state.epoch + min(1.0, state.seen / n)) / config.epochs, _describe(state, config))
+                    done = (state.epoch + min(1.0, state.seen / per_epoch)) / config.epochs
+                    progress.step(done, _describe(state, config))
                     if interrupt.is_set():
                         break
+                    if state.batch == STEPS_BEFORE_LOOKING:
+                        threads.warn_if_they_spin()
             if interrupt.is_set():
                 _check_parameters(model, state, folder)
                 state.seconds = time.monotonic() - begun
@@ -247,9 +254,10 @@ def _fit(
                 count = drop(layers, optimizer, config.drop_patience if whole_only else 1, whole_only)
                 metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
             metrics = replace(metrics, seconds=time.monotonic() - begun)
-            state = State(epoch=state.epoch + 1, history=[*state.history, metrics])
+            state = State(epoch=state.epoch + 1, history=[*state.history, metrics], bfloat16=state.bfloat16)
             folder.save(model, optimizer, state)
             progress.epoch(_describe(state, config))
+            threads.warn_if_they_spin()
             if interrupt.is_set():
                 raise KeyboardInterrupt
     _set_memory_format(model, torch.contiguous_format)
@@ -274,9 +282,21 @@ def number_of_examples(train: Data, n_train: int | None) -> int:
         return size(train, "train")
     if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
         raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
-    if isinstance(train, tuple) and n_train != len(train[0]):
-        raise ArgumentError(f"n_train={n_train} but train has {len(train[0])} examples; leave n_train out")
+    known = known_sizes(train)
+    if known and n_train not in known:  # with another N the KL would have another weight, without a word
+        raise ArgumentError(
+            f"n_train={n_train} but train has {' or '.join(map(str, sorted(known)))} examples; leave n_train out, or "
+            "give the data as an IterableDataset if it repeats or leaves out examples"
+        )
     return n_train
+
+
+def examples_per_epoch(train: Data, n: int) -> int:
+    """How many examples one pass gives, which a sampler decides; N where the data does not say."""
+    try:
+        return size(train, "train")
+    except ArgumentError:
+        return n
 
 
 def _keeping(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsevd import functional, kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.sampling import sample, sample_part
+from sparsevd.sampling import sample, sample_part, worth_bfloat16
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
 THRESHOLD = 3.0
@@ -71,7 +71,9 @@ class SparseLayer(nn.Module):
         self.threshold = checked_threshold(threshold)
         self.initial_log_sigma2 = initial_log_sigma2
         self.part: Part | None = None  # set while `progressive` has made the weight smaller
-        self.variance_dtype = variance_dtype  # of A² and σ² in δ = A²·σ²; None: that of log σ²
+        # Of A² and σ² in δ = A²·σ²; None: that of log σ², or where it is faster and `fit` found the CPU fit for it ...
+        self.variance_dtype = variance_dtype
+        self.bfloat16_where_faster = False  # ... bfloat16
         # Half precision is too coarse for log σ², which Adam moves in small steps.
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.log_sigma2 = nn.Parameter(
@@ -92,6 +94,8 @@ class SparseLayer(nn.Module):
         if not self.training:
             return self.product(input, self.pruned_weight(), self.bias, *shape)
         variance_dtype = self.variance_dtype or self.log_sigma2.dtype
+        if self.bfloat16_where_faster and self.variance_dtype is None and worth_bfloat16(self, input, self.weight):
+            variance_dtype = torch.bfloat16
         if self.part is None:
             return sample(self, input, self.weight, self.bias, self.log_sigma2, variance_dtype, *shape)
         if input.shape[self.channel] != self.part.width:  # any wider input would be read in part

@@ -57,6 +57,7 @@ class State:
     loss: float = 0.0
     wrong: int | None = 0
     seconds: float = 0.0
+    bfloat16: bool | None = None  # whether large variance products are in it; None before the run has begun
     history: list[EpochMetrics] = field(default_factory=list)
 
 

@@ -243,6 +243,23 @@ def multiplies_bfloat16() -> bool:
     return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+# Multiply-adds of a product from which bfloat16 saves more than rounding the factors costs, and rows of a matrix below
+# which making σ² costs most: measured layer by layer in benchmarks/results/variance_dtype.json.
+_WORTH_OF_MATRICES, _FEWEST_ROWS = 1 << 26, 64
+_WORTH_OF_CONVOLUTIONS = 1 << 25
+
+
+def worth_bfloat16(linear_map: LinearMap, input: Tensor, weight: Tensor) -> bool:
+    """Whether the variance product is faster in bfloat16, on a CPU with instructions for it.
+
+    By size alone, so that the same network on the same data always computes the same.
+    """
+    rows = input.numel() // max(1, input.shape[linear_map.channel])  # the places of a convolution, but for its stride
+    if linear_map.channel == -1:
+        return rows >= _FEWEST_ROWS and rows * weight.numel() >= _WORTH_OF_MATRICES
+    return rows * weight.numel() >= _WORTH_OF_CONVOLUTIONS
+
+
 def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
     """The tensor with the type and the order in memory of the pattern, itself where it has them."""
     if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():

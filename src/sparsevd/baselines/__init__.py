@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsevd import generator
 from sparsevd.baselines.binary_dropout import BinaryDropout
 from sparsevd.baselines.dense import Dense
 from sparsevd.baselines.gaussian_dropout import GaussianDropout
@@ -42,7 +43,7 @@ def train(method: Method, model: nn.Module, data: Data, **settings: Any) -> Outc
     """Train a copy of the network by this method; `settings` are those of `Training`, such as epochs and seed."""
     training = Training(data, **settings)
     weight_layers(model)  # says so if there are none
-    with torch.random.fork_rng([]):
+    with generator.reserved():
         torch.manual_seed(training.seed)
         outcome = method.train(copy.deepcopy(model), training)
     outcome.network.eval()

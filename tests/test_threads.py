@@ -1,0 +1,123 @@
+"""Two trainings at once, and threads beside a busy process."""
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import sparsevd
+from sparsevd import threads
+from sparsevd.baselines import METHODS, train
+from sparsevd.errors import ArgumentError, SparseVDWarning
+
+X, Y = torch.randn(40, 4), torch.randint(0, 2, (40,))
+
+
+class Gate(torch.utils.data.Dataset):
+    """Data that waits, in the middle of an epoch, until the test lets it go."""
+
+    def __init__(self):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return X[i], Y[i]
+
+
+def test_a_second_training_in_the_process_is_refused():
+    data, config = Gate(), sparsevd.FitConfig(epochs=1)
+    network = sparsevd.sparsify(nn.Linear(4, 2))
+    first = threading.Thread(target=sparsevd.fit, args=(network, data, None, config), kwargs={"progress": False})
+    first.start()
+    try:
+        assert data.reached.wait(60)
+        other = sparsevd.sparsify(nn.Linear(4, 2))
+        with pytest.raises(ArgumentError, match="another thread of this process is training"):
+            sparsevd.fit(other, (X, Y), None, config, progress=False)
+        with pytest.raises(ArgumentError, match="another thread"):
+            sparsevd.fit_dense(nn.Linear(4, 2), (X, Y), None, config, progress=False)
+        with pytest.raises(ArgumentError, match="another thread"):
+            train(METHODS["dense"](), nn.Sequential(nn.Linear(4, 2)), (X, Y), epochs=1)
+    finally:
+        data.go_on.set()
+        first.join()
+    assert len(sparsevd.fit(other, (X, Y), None, config, progress=False)) == 1  # and free again
+
+
+def seconds(shared):
+    """Stands in for the clock: what the shared loop takes for what one thread takes in 1 µs a loop."""
+    return lambda count: shared if count == threads._SHARED else 1e-6
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    monkeypatch.setattr(threads, "_said", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+
+def test_threads_that_spin_are_told_once(two_threads, monkeypatch):
+    monkeypatch.setattr(threads, "_median_seconds", seconds(shared=24e-3))
+    with pytest.warns(SparseVDWarning, match="1500 times as long as one.*OMP_WAIT_POLICY=passive"):
+        threads.warn_if_they_spin()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads.warn_if_they_spin()
+
+
+@pytest.mark.parametrize("shared", [8e-6, 16e-6, 30e-6])
+def test_threads_that_get_on_are_left_in_peace(two_threads, monkeypatch, shared):
+    monkeypatch.setattr(threads, "_median_seconds", seconds(shared))
+    threads.warn_if_they_spin()
+
+
+def test_nothing_is_measured_where_nothing_spins(two_threads, monkeypatch):
+    monkeypatch.setattr(threads, "_median_seconds", lambda count: pytest.fail("measured"))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    threads.warn_if_they_spin()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    threads.warn_if_they_spin()
+
+
+def test_training_looks_at_its_threads(two_threads, monkeypatch):
+    monkeypatch.setattr(threads, "_median_seconds", seconds(shared=1.0))
+    with pytest.warns(SparseVDWarning, match="spin"):
+        sparsevd.fit(nn.Sequential(sparsevd.sparsify(nn.Linear(4, 2))), (X, Y), progress=False,
+                     config=sparsevd.FitConfig(epochs=1))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "100"}, "None")],
+)
+def test_the_command_line_lets_threads_sleep_unless_told(given, policy):
+    """Before torch is imported, which is when OpenMP looks."""
+    code = """
+import sys, sparsevd_command
+assert "torch" not in sys.modules
+sparsevd_command.settle_waiting()
+import os
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+    clean = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**clean, **given}
+    )
+    assert result.stdout.strip() == policy
+
+
+def test_the_installed_command_is_the_one_that_settles_it():
+    from importlib.metadata import entry_points
+
+    (command,) = entry_points(group="console_scripts", name="sparsevd")
+    assert command.value == "sparsevd_command:main"
