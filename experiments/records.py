@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import sparsevd
-from sparsevd import atomic
+from sparsevd import atomic, lock
 
 HERE = Path(__file__).parent
 
@@ -36,7 +36,7 @@ class Records:
         """Add a record, signed with command, versions and commit. Another unit that ends at the same time waits."""
         command = " ".join(["python", *sys.argv])  # of this script, unless the record has that of its training
         signed = {"item": self.item, "commit": self.commit, "command": command, **record, "versions": versions()}
-        with atomic.locked(self.path.parent):
+        with lock.one_at_a_time(self.path.parent):
             lines = ",\n".join(json.dumps(r, ensure_ascii=False, allow_nan=False) for r in [*self.all(), signed])
             atomic.write(self.path, f"[\n{lines}\n]\n")
         return signed

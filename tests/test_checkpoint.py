@@ -2,11 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from torch import nn
 
 import sparsevd
-from sparsevd import atomic
-from sparsevd.checkpoint import Checkpoint, load_weights, read_tensors, write_tensors
+from sparsevd.checkpoint import DTYPES, Checkpoint, little_endian, load_weights, read_tensors, write_tensors
 from sparsevd.checkpoint_info import info, prune_file
 from sparsevd.errors import CheckpointError, SparseVDError, WriteError
 from sparsevd.layers import INITIAL_LOG_SIGMA2
@@ -22,33 +22,6 @@ def whole(tmp_path_factory):
     return (folder / "checkpoint.safetensors").read_bytes()
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    atomic.write(path, "old")
-
-    def fail():
-        with atomic.replacing(path) as temporary:
-            temporary.write_text("half of the n")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_leftovers_of_this_file_only_are_removed(tmp_path):
-    for name in (".checkpoint.12.tmp", ".mine.tmp", "checkpoint"):
-        (tmp_path / name).touch()
-    atomic.remove_leftovers(tmp_path / "checkpoint")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.tmp", "checkpoint"]
-
-
-def test_what_cannot_be_written_is_an_error_of_ours(tmp_path):
-    with pytest.raises(WriteError, match="cannot be written"):
-        atomic.write(tmp_path, "a folder stands here")
-
-
 def test_tensors_that_share_memory_are_written_whole(tmp_path):
     base = torch.arange(6.0)
     write_tensors(tmp_path / "f", {"a": base, "b": base, "c": base[2:4], "d": base.view(2, 3).T})
@@ -56,6 +29,61 @@ def test_tensors_that_share_memory_are_written_whole(tmp_path):
     assert torch.equal(tensors["a"], tensors["b"])
     assert tensors["c"].tolist() == [2, 3]
     assert tensors["d"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def every_type():
+    """Tensors of all types that safetensors knows, in many shapes, and names that JSON has to escape."""
+    unsigned = {torch.uint16, torch.uint32, torch.uint64}
+    return {
+        f'é"\\\n{number % 3} {dtype} {shape}': torch.ones(shape, dtype=torch.int64 if dtype in unsigned else None).to(
+            dtype
+        )
+        for number, dtype in enumerate(DTYPES)
+        for shape in ((3,), (), (0, 2), (2, 3))
+    }
+
+
+def test_the_file_is_byte_for_byte_that_of_safetensors(tmp_path):
+    write_tensors(tmp_path / "f", every_type(), {"about": 'é"\x01'})
+    assert (tmp_path / "f").read_bytes() == save(every_type(), {"about": 'é"\x01'})
+    write_tensors(tmp_path / "f", {})
+    assert (tmp_path / "f").read_bytes() == save({})
+
+
+def test_tensors_are_written_as_torch_shows_them(tmp_path):
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    state = {"conjugate": numbers.conj(), "negative": numbers.conj().imag, "parameter": nn.Parameter(torch.ones(2))}
+    write_tensors(tmp_path / "f", state)
+    tensors, _ = read_tensors(tmp_path / "f")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+
+
+def test_other_byte_orders_are_turned_round(monkeypatch):
+    monkeypatch.setattr("sys.byteorder", "big")
+    assert bytes(little_endian(torch.tensor([1, 2], dtype=torch.int16))) == b"\0\1\0\2"
+    assert bytes(little_endian(torch.tensor([1j]))) == b"\0\0\0\0\x3f\x80\0\0"
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, dtype=torch.complex128)])
+def test_a_tensor_that_safetensors_cannot_hold_is_named(tmp_path, tensor):
+    with pytest.raises(WriteError, match=r"'a' is a (sparse|complex128) tensor"):
+        write_tensors(tmp_path / "f", {"a": tensor})
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(tmp_path, monkeypatch):
+    """safetensors opens a file twice, and training does not wait for readers."""
+    path = tmp_path / "f"
+    write_tensors(path, {"a": torch.zeros(10), "b": torch.zeros(10)})
+    opened_again = torch.UntypedStorage.from_file
+
+    def late(*arguments, **options):
+        write_tensors(path, {"b": torch.ones(20)})
+        return opened_again(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    tensors, _ = read_tensors(path)
+    assert tensors["a"].tolist() == tensors["b"].tolist() == [0] * 10
+    assert read_tensors(path)[0]["b"].tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 100, 1000, -1])

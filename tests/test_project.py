@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "sparsevd"
 # Each module may import those above it in this list, so data never flows back along a model's way.
 ORDER = [
     "errors",
+    "lock",
     "atomic",
     "generator",
     "threads",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparsevd import atomic, baselines
+from sparsevd import atomic, baselines, lock
 from sparsevd.baselines import METHODS, Method
 from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.evaluate import evaluate
@@ -118,7 +118,7 @@ def compare(
                 "threads": torch.get_num_threads(),
                 "versions": {"torch": torch.__version__, "python": platform.python_version()},
             }
-            with atomic.locked(config.out):
+            with lock.one_at_a_time(config.out):
                 records = [*read(config.out), known]  # another comparison may have added to them since
                 lines = ",\n".join(json.dumps(record) for record in records)
                 atomic.write(config.out / RECORDS, f"[\n{lines}\n]\n")
