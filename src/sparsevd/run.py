@@ -1,7 +1,8 @@
 """One run of the command line: data, model, training, pruning and a folder with the results.
 
 The folder holds run.json from the beginning on (what is trained, and where), checkpoint.safetensors and metrics.jsonl
-(as `fit` writes them), then pruned.safetensors with the plain keys of the pruned network, and summary.json.
+(as `fit` writes them), then pruned.safetensors with the plain keys of the pruned network, and summary.json. It is
+locked until then: a second run in it is refused and changes nothing.
 """
 
 import errno
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsevd import atomic, data, kernels, models
+from sparsevd import atomic, data, kernels, lock, models
 from sparsevd.batches import Augmented, Data, batches, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
@@ -84,19 +85,33 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
         if config.init_from:
             load_weights(dense, config.init_from)
         try_one_batch(dense, train, config)
-        _make_room(config)
-        begun = _begin(config)
-        if config.pretrain_epochs:
-            say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
-            recipe = replace(
-                config.fit,
-                epochs=config.pretrain_epochs,
-                learning_rate=config.pretrain_learning_rate,
-                weight_decay=config.pretrain_weight_decay,
-            )
-            fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
-        conversion = plan(dense)
-        model = sparsify(dense, threshold=config.threshold, inplace=True)
+        make_folder(config.out)
+        with lock.only_training(config.out):
+            _check_folder(config)  # again: a run may have begun and ended here since
+            _make_room(config)
+            return _run(config, dense, train, val, test, say)
+
+
+def _run(
+    config: RunConfig,
+    dense: nn.Module,
+    train: Data,
+    val: Data | None,
+    test: Data | None,
+    say: Callable[[str], None],
+) -> RunResult:
+    begun = _begin(config)
+    if config.pretrain_epochs:
+        say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
+        recipe = replace(
+            config.fit,
+            epochs=config.pretrain_epochs,
+            learning_rate=config.pretrain_learning_rate,
+            weight_decay=config.pretrain_weight_decay,
+        )
+        fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
+    conversion = plan(dense)
+    model = sparsify(dense, threshold=config.threshold, inplace=True)
     n = size(checked(train, "train"), "train")
     say(
         f"{config.model} on {config.data}: {summary(model).weights:,} weights in {len(conversion.replaced)} "
@@ -161,8 +176,7 @@ def _check_folder(config: RunConfig) -> None:
 
 
 def _make_room(config: RunConfig) -> None:
-    """Make the folder and, once everything else is known to be in order, remove the run that is to be replaced."""
-    make_folder(config.out)
+    """Once everything else is known to be in order, remove the run that is to be replaced."""
     try:
         if config.overwrite:
             for name in (*FILES, *_STATE, f"{PRETRAIN}/{METRICS}", RUN):
@@ -174,7 +188,7 @@ def _make_room(config: RunConfig) -> None:
 def make_folder(path: Path) -> None:
     """A folder to write to, or a sentence; before the training, not after it."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(path)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:

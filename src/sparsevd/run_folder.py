@@ -1,9 +1,11 @@
 """The folder of a run: the state of training as a checkpoint, and its metrics as lines of JSON.
 
-The checkpoint is the truth and holds the whole history; metrics.jsonl is written anew from it.
+The checkpoint is the truth and holds the whole history; metrics.jsonl is written anew from it. One training at a time
+is in the folder; who only reads it finds whole files at any moment.
 """
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsevd import atomic
+from sparsevd import atomic, lock
 from sparsevd.checkpoint import Checkpoint
-from sparsevd.errors import ArgumentError, CheckpointError
+from sparsevd.errors import ArgumentError, CheckpointError, WriteError
 from sparsevd.layers import SparseLayer
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -78,6 +80,16 @@ class RunFolder:
         self.path = Path(path) if path is not None else None
         self._settings = settings  # a run can only be resumed with the same ones
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Makes the folder, and keeps every other training out of it."""
+        if self.path is None:
+            return nullcontext()
+        try:
+            atomic.make_folder(self.path)
+        except OSError as error:
+            raise WriteError(f"{self.path} cannot be written to: {error.strerror or error}") from error
+        return lock.only_training(self.path)
+
     def refuse_to_overwrite(self) -> None:
         if self.path and (self.path / CHECKPOINT).exists():
             raise CheckpointError(f"{self.path} already holds a run; resume it, or remove it first")
@@ -99,8 +111,12 @@ class RunFolder:
         layers = _layers(model)
         progress = {"settings": self._settings, "state": asdict(state)}
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        Checkpoint(dict(model.state_dict()), slots, rng, layers, buffers, progress).save(self.path / CHECKPOINT)
-        self._write_metrics(state)
+        checkpoint = Checkpoint(dict(model.state_dict()), slots, rng, layers, buffers, progress)
+        try:
+            checkpoint.save(self.path / CHECKPOINT)
+            self._write_metrics(state)
+        except WriteError as error:
+            raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
 
     def _write_metrics(self, state: State) -> None:
         assert self.path is not None
