@@ -1,7 +1,9 @@
 """The command line: parse, call, print. What the commands do is in `run` and `checkpoint_info`."""
 
+import errno
 import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Sparse Variational Dropout: learn which weights a network does not need, and drop them.",
 )
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
 _RUN = RunConfig()
 _FIT = FitConfig()
@@ -346,9 +350,19 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     warnings.showwarning = _show_warning
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except SparseVDError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        # Files are written through `atomic`, whose errors are ours: what is left is the output, into a file or a pipe.
+        print(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again at its end
         sys.exit(2)
 
 
