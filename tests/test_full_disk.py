@@ -104,3 +104,19 @@ def test_output_that_cannot_be_written_is_said_too(monkeypatch, capsys):
             cli.main()
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_mistake_is_still_said_when_the_output_cannot_be_written(monkeypatch, capsys, tmp_path):
+    (tmp_path / "talking.py").write_text("def data():\n    print('reading')\n    return 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "argv", ["sparsevd", "train", "--data", "talking:data"])
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr("warnings.showwarning", None)
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    assert exit_.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "talking:data must return (train, test)" in first
+    assert "the output cannot be written" in second

@@ -41,8 +41,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with file:
                 yield file
                 file.flush()
-                if permissions is not None and os.name != "nt":
-                    os.fchmod(file.fileno(), permissions)
+                if permissions is not None:
+                    _permit(file.fileno(), permissions)
                 os.fsync(file.fileno())
                 if os.name == "nt":
                     file.close()  # Windows renames no open file; elsewhere the lock has to last until the name is final
@@ -119,6 +119,12 @@ def _permissions(path: Path) -> int | None:
     if not stat.S_ISREG(found.st_mode):
         raise WriteError(f"{path} cannot be written: it exists, and is not a file")
     return None if path.is_symlink() else found.st_mode & 0o777
+
+
+def _permit(handle: int, permissions: int) -> None:
+    """Only where it changes something: a file system without permissions of its own may refuse."""
+    if os.name != "nt" and stat.S_IMODE(os.fstat(handle).st_mode) != permissions:
+        os.fchmod(handle, permissions)
 
 
 def _sync_folder(folder: Path) -> None:

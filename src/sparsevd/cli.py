@@ -352,11 +352,11 @@ def main() -> None:
     try:
         try:
             app()
+        except SparseVDError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
         finally:
             sys.stdout.flush()
-    except SparseVDError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except OSError as error:
         if error.errno not in _DISK:
             raise
