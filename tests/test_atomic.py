@@ -62,7 +62,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_threads_that_save_to_one_path_do_not_disturb_each_other(tmp_path):
-    """With one temporary name per process, 92 of these 100 saves failed, and files were made of two."""
+    """With one temporary name per process they took each other's files away, and most saves failed."""
     path = tmp_path / "file"
     failures, saved = [], threading.Event()
 
