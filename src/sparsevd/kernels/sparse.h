@@ -1,4 +1,4 @@
-/* The sparse layers of inference. Included once per instruction set, after its LANES, TARGET and NAME. */
+/* The sparse layers of inference. Included once per instruction set, after its LANES and TARGET. */
 
 #include <math.h>
 
@@ -11,7 +11,7 @@
 
 /* ---- a tile of outputs in registers, one filter after the other ---- */
 
-struct NAME(tile) {
+struct tile {
   const struct sparse_layer *layer;
   int32_t first, last;                     /* filters in their order */
   const float *in;                         /* the tile's first position in the first plane */
@@ -20,14 +20,14 @@ struct NAME(tile) {
   int strip;                               /* filters follow each other in their order instead of by number */
 };
 
-INLINE vf NAME(clamp)(vf x, float low, float high) { /* NaN stays; comparing the bounds first is cheaper than comparing x */
+INLINE vf clamp(vf x, float low, float high) { /* NaN stays; comparing the bounds first is cheaper than comparing x */
   if (low > -INFINITY) x = select(x < splat(low), splat(low), x);
   if (high < INFINITY) x = select(x > splat(high), splat(high), x);
   return x;
 }
 
 /* R rows of V vectors. U nonzeros at a time have sums of their own, so that even a small tile keeps the arithmetic busy. */
-INLINE void NAME(tile)(const struct NAME(tile) *t, const int R, const int V, const int U) {
+INLINE void tile(const struct tile *t, const int R, const int V, const int U) {
   const struct sparse_layer *layer = t->layer;
   const float low = layer->low, high = layer->high;
   for (int32_t i = t->first; i < t->last; i++) {
@@ -57,7 +57,7 @@ INLINE void NAME(tile)(const struct NAME(tile) *t, const int R, const int V, con
       UNROLL for (int v = 0; v < V; v++) {
         vf total = sum[r * V + v];
         UNROLL for (int u = 1; u < U; u++) total += sum[(u * R + r) * V + v];
-        store(out + r * t->out_pitch + v * LANES, NAME(clamp)(total, low, high));
+        store(out + r * t->out_pitch + v * LANES, clamp(total, low, high));
       }
   }
 }
@@ -68,15 +68,15 @@ INLINE void NAME(tile)(const struct NAME(tile) *t, const int R, const int V, con
   X(3, 3, 1) X(4, 3, 1) X(1, 4, 3) X(2, 4, 1) X(3, 4, 1) X(1, 5, 2) X(2, 5, 1) X(1, 6, 2) X(2, 6, 1) X(1, 7, 1) \
   X(1, 8, 1) X(1, 9, 1) X(1, 10, 1) X(1, 11, 1) X(1, 12, 1)
 #define TILE_FUNCTION(R, V, U) \
-  TARGET static void NAME(tile_##R##x##V)(const struct NAME(tile) *t) { NAME(tile)(t, R, V, U); }
-#define TILE_CASE(R, V, U) case (R) * 16 + (V): NAME(tile_##R##x##V)(t); break;
+  TARGET static void tile_##R##x##V(const struct tile *t) { tile(t, R, V, U); }
+#define TILE_CASE(R, V, U) case (R) * 16 + (V): tile_##R##x##V(t); break;
 TILE_SIZES(TILE_FUNCTION)
 
-static void NAME(run_tile)(const struct NAME(tile) *t, ptrdiff_t rows, ptrdiff_t vectors) {
+static void run_tile(const struct tile *t, ptrdiff_t rows, ptrdiff_t vectors) {
   switch (rows * 16 + vectors) { TILE_SIZES(TILE_CASE) }
 }
 
-INLINE void NAME(copy)(float *to, const float *from, ptrdiff_t count) {
+INLINE void copy(float *to, const float *from, ptrdiff_t count) {
   if (count >= LANES) {
     for (ptrdiff_t i = 0; i < count - LANES; i += LANES) store(to + i, load(from + i));
     store(to + count - LANES, load(from + count - LANES)); /* the last one overlaps */
@@ -91,7 +91,7 @@ INLINE void NAME(copy)(float *to, const float *from, ptrdiff_t count) {
 /* ---- one layer, one group of images ---- */
 
 /* Rows of outputs that are whole vectors go straight where they belong. */
-TARGET static void NAME(product_rows)(struct NAME(tile) t, const float *planes, float *out) {
+TARGET static void product_rows(struct tile t, const float *planes, float *out) {
   const struct sparse_layer *layer = t.layer;
   const ptrdiff_t row = (ptrdiff_t)layer->out_width * layer->images, vectors = row / LANES;
   const ptrdiff_t across = (vectors + TILE - 1) / TILE, v_step = (vectors + across - 1) / across;
@@ -104,12 +104,12 @@ TARGET static void NAME(product_rows)(struct NAME(tile) t, const float *planes, 
     for (ptrdiff_t v = 0; v < vectors; v += v_step) {
       t.in = planes + y * t.in_pitch + v * LANES;
       t.out = out + y * t.out_pitch + v * LANES;
-      NAME(run_tile)(&t, MINIMUM(r_step, layer->out_height - y), MINIMUM(v_step, vectors - v));
+      run_tile(&t, MINIMUM(r_step, layer->out_height - y), MINIMUM(v_step, vectors - v));
     }
 }
 
 /* Other images as one long row, the gaps between its rows computed too and cropped. */
-TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *planes, float *out) {
+TARGET static void product_cropped(struct tile t, const float *planes, float *out) {
   const struct sparse_layer *layer = t.layer;
   const ptrdiff_t width = layer->out_width, pitch = layer->pitch, size = width * layer->out_height;
   const ptrdiff_t out_pitch = layer->out_pitch, out_plane = layer->out_plane;
@@ -122,14 +122,14 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
     t.in = planes + start;
     if (pitch == width && out_pitch == width && end <= size) { /* no gaps */
       t.strip = 0, t.first = first, t.last = last, t.out = out + start, t.out_filter = out_plane;
-      NAME(run_tile)(&t, 1, count);
+      run_tile(&t, 1, count);
       continue;
     }
     const ptrdiff_t y_first = start / pitch, y_last = MINIMUM((end - 1) / pitch, layer->out_height - 1);
     t.strip = 1, t.out = strip, t.out_filter = TILE * LANES;
     for (t.first = first; t.first < last; t.first = t.last) {
       t.last = MINIMUM(t.first + STRIP, last);
-      NAME(run_tile)(&t, 1, count);
+      run_tile(&t, 1, count);
       for (int32_t i = t.first; i < t.last; i++) {
         float *image = out + out_plane * layer->order[i];
         const float *source = strip + TILE * LANES * (i - t.first) - start;
@@ -138,7 +138,7 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
           float *pixel = image + y * out_pitch - from;
           if (from < start) from = start;
           if (to > end) to = end;
-          if (from < to) NAME(copy)(pixel + from, source + from, to - from);
+          if (from < to) copy(pixel + from, source + from, to - from);
         }
       }
     }
@@ -149,7 +149,7 @@ TARGET static void NAME(product_cropped)(struct NAME(tile) t, const float *plane
 #define ONE_AT_A_TIME __asm__ volatile("")
 
 /* A single output per filter: there is nothing to spread over lanes. Sums of neighbouring filters overlap. */
-TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, float *out) {
+TARGET static void product_single(struct tile t, const float *in, float *out) {
   const struct sparse_layer *layer = t.layer;
   const int32_t *order = layer->order, *starts = layer->starts; /* read once: the compiler cannot know that out is apart */
   const float *bias = layer->bias, low = layer->low, high = layer->high;
@@ -189,13 +189,13 @@ TARGET static void NAME(product_single)(struct NAME(tile) t, const float *in, fl
   }
 }
 
-TARGET static void NAME(product)(const struct sparse_layer *layer, const float *planes, float *out, int32_t first,
-                                 int32_t last) {
-  struct NAME(tile) t = {layer, first, last, planes, out, 0, 0, 0, 0};
+TARGET static void product(const struct sparse_layer *layer, const float *planes, float *out, int32_t first,
+                           int32_t last) {
+  struct tile t = {layer, first, last, planes, out, 0, 0, 0, 0};
   const ptrdiff_t row = (ptrdiff_t)layer->out_width * layer->images;
-  if (row % LANES == 0) NAME(product_rows)(t, planes, out);
-  else if (row * layer->out_height == 1) NAME(product_single)(t, planes, out);
-  else NAME(product_cropped)(t, planes, out);
+  if (row % LANES == 0) product_rows(t, planes, out);
+  else if (row * layer->out_height == 1) product_single(t, planes, out);
+  else product_cropped(t, planes, out);
 }
 
 /* ---- into the planes, and out of them ---- */
@@ -217,7 +217,7 @@ TARGET static void NAME(product)(const struct sparse_layer *layer, const float *
 #else
 #define WEAVE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
-INLINE void NAME(transpose)(vf square[LANES]) {
+INLINE void transpose(vf square[LANES]) {
   UNROLL for (int stage = 1; stage < LANES; stage *= 2) {
     vf woven[LANES];
     UNROLL for (int i = 0; i < LANES / 2; i++) {
@@ -228,23 +228,23 @@ INLINE void NAME(transpose)(vf square[LANES]) {
   }
 }
 
-INLINE void NAME(zeros)(float *to, ptrdiff_t count) {
+INLINE void zeros(float *to, ptrdiff_t count) {
   ptrdiff_t i = 0;
   for (; i + LANES <= count; i += LANES) store(to + i, splat(0.0f));
   for (; i < count; i++) to[i] = 0;
 }
 
 /* The positions of a plane that no pixel fills. */
-INLINE void NAME(clear)(const struct sparse_layer *layer, float *plane) {
+INLINE void clear(const struct sparse_layer *layer, float *plane) {
   for (int32_t run = 0; run < layer->zero_runs; run++) {
     float *to = plane + (ptrdiff_t)layer->zero[2 * run] * layer->images;
-    NAME(zeros)(to, (ptrdiff_t)layer->zero[2 * run + 1] * layer->images);
+    zeros(to, (ptrdiff_t)layer->zero[2 * run + 1] * layer->images);
   }
 }
 
 /* One image, channel by channel. */
-TARGET static void NAME(pack_single)(const struct sparse_layer *layer, const float *in, float *planes,
-                                     ptrdiff_t first_channel, ptrdiff_t last_channel) {
+TARGET static void pack_single(const struct sparse_layer *layer, const float *in, float *planes,
+                               ptrdiff_t first_channel, ptrdiff_t last_channel) {
   const ptrdiff_t width = layer->width, size = layer->height * width, pitch = layer->pitch, gap = pitch - width;
   const int32_t *place = layer->place;
   const int rows_together = layer->stride_x == 1, in_order = layer->height == 1 || place[width] == place[0] + pitch;
@@ -253,40 +253,40 @@ TARGET static void NAME(pack_single)(const struct sparse_layer *layer, const flo
     const float *row = in + channel * size, *end = row + size;
     float *plane = planes + (ptrdiff_t)layer->slot[channel] * layer->plane;
     if (layer->plane <= 8 * LANES && rows_together) { /* all of a small plane is sooner zero than its gaps */
-      NAME(zeros)(plane, layer->plane);
-      for (ptrdiff_t i = 0; i < size; i += width) NAME(copy)(plane + place[i], row + i, width);
+      zeros(plane, layer->plane);
+      for (ptrdiff_t i = 0; i < size; i += width) copy(plane + place[i], row + i, width);
       continue;
     }
     if (rows_together && in_order) { /* no stride: zeros, row, gap, row, gap, ..., row, zeros */
       float *to = plane + place[0];
-      NAME(zeros)(plane, place[0]);
+      zeros(plane, place[0]);
       for (; row + width < end; row += width, to += pitch) {
-        NAME(copy)(to, row, width);
+        copy(to, row, width);
         for (ptrdiff_t x = 0; x < gap; x++) to[width + x] = 0;
       }
-      NAME(copy)(to, row, width);
-      NAME(zeros)(to + width, plane + layer->plane - (to + width));
+      copy(to, row, width);
+      zeros(to + width, plane + layer->plane - (to + width));
       continue;
     }
-    NAME(clear)(layer, plane);
+    clear(layer, plane);
     if (rows_together)
-      for (ptrdiff_t i = 0; i < size; i += width) NAME(copy)(plane + place[i], row + i, width);
+      for (ptrdiff_t i = 0; i < size; i += width) copy(plane + place[i], row + i, width);
     else
       for (ptrdiff_t i = 0; i < size; i++) plane[place[i]] = row[i];
   }
 }
 
 /* A group of images beside each other; those that are missing are zeros. */
-TARGET static void NAME(pack)(const struct sparse_layer *layer, const float *in, ptrdiff_t image_stride,
-                              ptrdiff_t images, float *planes, ptrdiff_t first_channel, ptrdiff_t last_channel) {
+TARGET static void pack(const struct sparse_layer *layer, const float *in, ptrdiff_t image_stride, ptrdiff_t images,
+                        float *planes, ptrdiff_t first_channel, ptrdiff_t last_channel) {
   if (layer->images == 1) {
-    NAME(pack_single)(layer, in, planes, first_channel, last_channel);
+    pack_single(layer, in, planes, first_channel, last_channel);
     return;
   }
   const ptrdiff_t size = (ptrdiff_t)layer->height * layer->width, group = layer->images, end = last_channel * size;
   const ptrdiff_t plane_size = layer->plane * group;
   for (ptrdiff_t channel = first_channel; channel < last_channel; channel++)
-    if (layer->slot[channel] >= 0) NAME(clear)(layer, planes + layer->slot[channel] * plane_size);
+    if (layer->slot[channel] >= 0) clear(layer, planes + layer->slot[channel] * plane_size);
   ptrdiff_t channel = first_channel, pixel = 0;
   for (ptrdiff_t i = first_channel * size; i < end; i += LANES) {
     ptrdiff_t to[LANES]; /* where each of these pixels goes, -1 for nowhere */
@@ -305,7 +305,7 @@ TARGET static void NAME(pack)(const struct sparse_layer *layer, const float *in,
         for (int row = 0; row < LANES; row++)
           square[row] = n + row < images ? load_part(from + row * image_stride, end - i) : splat(0.0f);
       }
-      NAME(transpose)(square);
+      transpose(square);
       UNROLL for (int column = 0; column < LANES; column++)
         if (to[column] >= 0) store(planes + to[column] + n, square[column]);
     }
@@ -313,8 +313,8 @@ TARGET static void NAME(pack)(const struct sparse_layer *layer, const float *in,
 }
 
 /* Numbers first to last - 1 of every image, out of a group of images beside each other. */
-TARGET static void NAME(unpack)(const float *interleaved, ptrdiff_t group, ptrdiff_t images, float *out,
-                                ptrdiff_t image_stride, ptrdiff_t first, ptrdiff_t last) {
+TARGET static void unpack(const float *interleaved, ptrdiff_t group, ptrdiff_t images, float *out,
+                          ptrdiff_t image_stride, ptrdiff_t first, ptrdiff_t last) {
   for (ptrdiff_t i = first; i < last; i += LANES) {
     const ptrdiff_t count = MINIMUM(last - i, LANES);
     for (ptrdiff_t n = 0; n < images; n += LANES) {
@@ -322,7 +322,7 @@ TARGET static void NAME(unpack)(const float *interleaved, ptrdiff_t group, ptrdi
       float *to = out + n * image_stride + i;
       vf square[LANES];
       UNROLL for (int row = 0; row < LANES; row++) square[row] = row < count ? load(from + row * group) : splat(0.0f);
-      NAME(transpose)(square);
+      transpose(square);
       if (count == LANES && n + LANES <= images) {
         UNROLL for (int column = 0; column < LANES; column++) store(to + column * image_stride, square[column]);
       } else {
@@ -335,7 +335,7 @@ TARGET static void NAME(unpack)(const float *interleaved, ptrdiff_t group, ptrdi
 
 /* ---- the other operations of a network, from channel first to last - 1 ---- */
 
-INLINE vf NAME(larger_or_nan)(vf a, vf b) { return select((a < b) | (b != b), b, a); }
+INLINE vf larger_or_nan(vf a, vf b) { return select((a < b) | (b != b), b, a); }
 
 #if LANES == 4
 #define EVEN 0, 2, 4, 6
@@ -349,16 +349,16 @@ INLINE vf NAME(larger_or_nan)(vf a, vf b) { return select((a < b) | (b != b), b,
 #endif
 
 /* The commonest pooling, for one image: windows of 2x2 beside each other. */
-TARGET static void NAME(max_pool_2x2)(const struct step *step, const float *in, float *out) {
+TARGET static void max_pool_2x2(const struct step *step, const float *in, float *out) {
   const struct value *from = &step->in, *to = &step->out;
   for (ptrdiff_t y = 0; y < to->height; y++) {
     const float *a = in + 2 * y * from->pitch, *b = a + from->pitch;
     float *row = out + y * to->pitch;
     ptrdiff_t x = 0;
     for (; x + LANES <= to->width; x += LANES) {
-      const vf left = NAME(larger_or_nan)(load(a + 2 * x), load(b + 2 * x));
-      const vf right = NAME(larger_or_nan)(load(a + 2 * x + LANES), load(b + 2 * x + LANES));
-      store(row + x, NAME(larger_or_nan)(WEAVE(left, right, EVEN), WEAVE(left, right, ODD)));
+      const vf left = larger_or_nan(load(a + 2 * x), load(b + 2 * x));
+      const vf right = larger_or_nan(load(a + 2 * x + LANES), load(b + 2 * x + LANES));
+      store(row + x, larger_or_nan(WEAVE(left, right, EVEN), WEAVE(left, right, ODD)));
     }
     for (; x < to->width; x++) {
       const float four[4] = {a[2 * x], a[2 * x + 1], b[2 * x], b[2 * x + 1]};
@@ -370,7 +370,7 @@ TARGET static void NAME(max_pool_2x2)(const struct step *step, const float *in, 
 }
 
 /* Any pooling of one channel. */
-TARGET static void NAME(pool)(const struct step *step, const float *in, float *out, ptrdiff_t images) {
+TARGET static void pool(const struct step *step, const float *in, float *out, ptrdiff_t images) {
   const struct value *from = &step->in, *to = &step->out;
   for (int32_t y = 0; y < to->height; y++)
     for (int32_t x = 0; x < to->width; x++) {
@@ -391,7 +391,7 @@ TARGET static void NAME(pool)(const struct step *step, const float *in, float *o
             const int32_t iy = top + ky * step->dilation_y, ix = left + kx * step->dilation_x;
             if (iy < 0 || iy >= from->height || ix < 0 || ix >= from->width) continue;
             const vf pixel = load_part(in + ((ptrdiff_t)iy * from->pitch + ix) * images + n, count);
-            best = step->kind == MAX_POOL ? NAME(larger_or_nan)(best, pixel) : best + pixel;
+            best = step->kind == MAX_POOL ? larger_or_nan(best, pixel) : best + pixel;
           }
         if (step->kind != MAX_POOL) best *= part;
         store_part(out + ((ptrdiff_t)y * to->pitch + x) * images + n, best, count);
@@ -399,11 +399,11 @@ TARGET static void NAME(pool)(const struct step *step, const float *in, float *o
     }
 }
 
-TARGET static void NAME(step)(const struct step *step, float *scratch, int32_t images, ptrdiff_t first, ptrdiff_t last) {
+TARGET static void step(const struct step *step, float *scratch, int32_t images, ptrdiff_t first, ptrdiff_t last) {
   const struct value *a = &step->in, *b = &step->second, *to = &step->out;
   if (step->kind == PRODUCT) {
     float *out = scratch + to->planes + (ptrdiff_t)to->first * images;
-    NAME(product)(step->layer, scratch + a->planes, out, (int32_t)first, (int32_t)last);
+    product(step->layer, scratch + a->planes, out, (int32_t)first, (int32_t)last);
     return;
   }
   for (ptrdiff_t channel = first; channel < last; channel++) {
@@ -414,8 +414,8 @@ TARGET static void NAME(step)(const struct step *step, float *scratch, int32_t i
       const int windows = step->kernel_y == 2 && step->kernel_x == 2 && step->stride_y == 2 && step->stride_x == 2;
       const int inside = !step->top && !step->left && 2 * to->height <= a->height && 2 * to->width <= a->width;
       const int plain = windows && inside && step->dilation_y == 1 && step->dilation_x == 1;
-      if (plain && images == 1 && step->kind == MAX_POOL) NAME(max_pool_2x2)(step, in, out);
-      else NAME(pool)(step, in, out, images);
+      if (plain && images == 1 && step->kind == MAX_POOL) max_pool_2x2(step, in, out);
+      else pool(step, in, out, images);
       continue;
     }
     const int affine = step->kind == AFFINE;
@@ -426,17 +426,17 @@ TARGET static void NAME(step)(const struct step *step, float *scratch, int32_t i
       if (step->kind == REPACK) { /* place lies within a whole plane, not from its first pixel */
         const int32_t *place = step->layer->place + y * a->width;
         float *plane = scratch + to->planes + channel * to->plane * images;
-        for (ptrdiff_t x = 0; x < a->width; x++) NAME(copy)(plane + (ptrdiff_t)place[x] * images, row + x * images, images);
+        for (ptrdiff_t x = 0; x < a->width; x++) copy(plane + (ptrdiff_t)place[x] * images, row + x * images, images);
         continue;
       }
       float *to_row = out + y * to->pitch * images;
       for (ptrdiff_t i = 0; i < width; i += LANES) {
         vf x = load_part(row + i, width - i);
         x = step->kind == ADD ? x + load_part(other_row + i, width - i) : x * scale + shift;
-        store_part(to_row + i, NAME(clamp)(x, step->low, step->high), width - i);
+        store_part(to_row + i, clamp(x, step->low, step->high), width - i);
       }
     }
   }
 }
 
-const struct sparse_kernels NAME(sparse_kernels) = {LANES, NAME(pack), NAME(product), NAME(unpack), NAME(step)};
+#define SPARSE_KERNELS {LANES, pack, product, unpack, step} /* a struct sparse_kernels */

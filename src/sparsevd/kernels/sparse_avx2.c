@@ -3,6 +3,7 @@
 
 #define LANES 8
 #define TARGET __attribute__((target("avx2,fma")))
-#define NAME(f) f##_avx2
 #include "sparse.h"
+
+const struct sparse_kernels sparse_kernels_avx2 = SPARSE_KERNELS;
 #endif

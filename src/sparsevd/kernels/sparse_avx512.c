@@ -3,6 +3,7 @@
 
 #define LANES 16
 #define TARGET __attribute__((target("avx512f,avx512dq")))
-#define NAME(f) f##_avx512
 #include "sparse.h"
+
+const struct sparse_kernels sparse_kernels_avx512 = SPARSE_KERNELS;
 #endif

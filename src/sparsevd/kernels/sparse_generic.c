@@ -1,6 +1,7 @@
 #include "inference.h"
 
 #define LANES 4
-#define TARGET 
-#define NAME(f) f##_generic
+#define TARGET
 #include "sparse.h"
+
+const struct sparse_kernels sparse_kernels_generic = SPARSE_KERNELS;

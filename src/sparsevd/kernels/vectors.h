@@ -1,7 +1,7 @@
 /* Vector arithmetic in GCC/Clang vector extensions. Included once per instruction set, with these defined before:
    LANES    floats in a register
    TARGET   the function attribute that allows the instruction set
-   NAME(f)  the name of f for this instruction set */
+   All names are static, since each instruction set is a translation unit of its own. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -9,54 +9,41 @@
 
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
-typedef float NAME(vf) __attribute__((vector_size(4 * LANES)));
-typedef int32_t NAME(vi) __attribute__((vector_size(4 * LANES)));
-typedef uint32_t NAME(vu) __attribute__((vector_size(4 * LANES)));
-typedef uint16_t NAME(vh) __attribute__((vector_size(2 * LANES)));
-#define vf NAME(vf)
-#define vi NAME(vi)
-#define vu NAME(vu)
-#define vh NAME(vh)
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
-INLINE vf NAME(splat)(float x) { return x - (vf){0}; }
-#define splat NAME(splat)
+INLINE vf splat(float x) { return x - (vf){0}; }
 
-INLINE vf NAME(load)(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
-#define load NAME(load)
-INLINE void NAME(store)(float *p, vf v) { memcpy(p, &v, sizeof v); }
-#define store NAME(store)
+INLINE vf load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 /* The same for the first count of LANES numbers; the others are read as zero and not written. */
-INLINE vf NAME(load_part)(const float *p, ptrdiff_t count) {
+INLINE vf load_part(const float *p, ptrdiff_t count) {
   if (count >= LANES) return load(p);
   vf v = {0};
   memcpy(&v, p, sizeof(float) * count);
   return v;
 }
-#define load_part NAME(load_part)
-INLINE void NAME(store_part)(float *p, vf v, ptrdiff_t count) {
+INLINE void store_part(float *p, vf v, ptrdiff_t count) {
   if (count >= LANES) store(p, v);
   else memcpy(p, &v, sizeof(float) * count);
 }
-#define store_part NAME(store_part)
 
 /* mask ? a : b for a mask of all ones or all zeros per lane, as comparisons give it */
-INLINE vf NAME(select)(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-#define select NAME(select)
-INLINE vf NAME(absolute)(vf x) { return (vf)((vi)x & 0x7fffffff); }
-#define absolute NAME(absolute)
-INLINE vf NAME(larger)(vf a, vf b) { return select(a < b, b, a); } /* a where that is NaN */
-#define larger NAME(larger)
+INLINE vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+INLINE vf absolute(vf x) { return (vf)((vi)x & 0x7fffffff); }
+INLINE vf larger(vf a, vf b) { return select(a < b, b, a); } /* a where that is NaN */
 
-INLINE vf NAME(square_root)(vf x) {
+INLINE vf square_root(vf x) {
   vf y;
   for (int lane = 0; lane < LANES; lane++) y[lane] = __builtin_sqrtf(x[lane]);
   return y;
 }
-#define square_root NAME(square_root)
 
 /* e^x to 1 ulp or so: x = n log 2 + r with |r| <= log(2)/2, then a polynomial. 0 below -87, where
    it would be no normal number any more, infinity above 89. */
-INLINE vf NAME(exponential)(vf x) {
+INLINE vf exponential(vf x) {
   vi vanishes = x < splat(-87.0f);
   x = select(x > splat(89.0f), splat(89.0f), larger(x, splat(-87.0f)));
   vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to the nearest integer */
@@ -73,11 +60,10 @@ INLINE vf NAME(exponential)(vf x) {
   p = p * (vf)((half + 127) << 23) * (vf)((exponent - half + 127) << 23);
   return select(vanishes, splat(0.0f), p);
 }
-#define exponential NAME(exponential)
 
 /* log x to 1 ulp or so, for normal positive x: x = 2^e m with m around 1, then a polynomial in m - 1. Infinity and NaN
    stay what they are. */
-INLINE vf NAME(logarithm)(vf x) {
+INLINE vf logarithm(vf x) {
   vi finite = absolute(x) <= splat(3.40282347e38f);
   vi bits = (vi)x;
   vi e = (bits >> 23) - 126;
@@ -100,4 +86,3 @@ INLINE vf NAME(logarithm)(vf x) {
   p += n * -2.12194440e-4f - 0.5f * z;
   return select(finite, m + p + n * 0.693359375f, x);
 }
-#define logarithm NAME(logarithm)
