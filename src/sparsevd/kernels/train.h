@@ -1,4 +1,4 @@
-/* The training kernels. Included once per instruction set, after its LANES, TARGET and NAME. */
+/* The training kernels. Included once per instruction set, after its LANES and TARGET. */
 
 #include "vectors.h"
 
@@ -17,7 +17,7 @@
      dKL/d theta = -2/theta times that, and its limit 0 where theta is no normal number
    Returns the sum. Number i is added to sum i mod 16 whatever LANES is. The logarithms of 1 + 1/alpha are taken
    sixteen at a time, as one logarithm of their product, after the whole powers of e were taken out. */
-INLINE double NAME(kl_chunk)(const float *theta, const float *log_sigma2, float *grad_theta, float *grad_log_sigma2) {
+INLINE double kl_chunk(const float *theta, const float *log_sigma2, float *grad_theta, float *grad_log_sigma2) {
   float log_alphas[CHUNK], ez[CHUNK], ea[CHUNK];
   vf sums[16 / LANES], products[16 / LANES];
   for (int i = 0; i < CHUNK; i += LANES)
@@ -47,18 +47,18 @@ INLINE double NAME(kl_chunk)(const float *theta, const float *log_sigma2, float 
 }
 
 /* The same over a block of n weights. What is past the end counts as theta = 0, whose KL is 0. */
-TARGET static double NAME(kl_block)(const float *theta, const float *log_sigma2, float *grad_theta,
-                                    float *grad_log_sigma2, ptrdiff_t n) {
+TARGET static double kl_block(const float *theta, const float *log_sigma2, float *grad_theta,
+                              float *grad_log_sigma2, ptrdiff_t n) {
   double sum = 0;
   ptrdiff_t i = 0;
   for (; i + CHUNK <= n; i += CHUNK)
-    sum += NAME(kl_chunk)(theta + i, log_sigma2 + i, grad_theta + i, grad_log_sigma2 + i);
+    sum += kl_chunk(theta + i, log_sigma2 + i, grad_theta + i, grad_log_sigma2 + i);
   if (i < n) {
     float rest[4][CHUNK] = {{0}};
     size_t bytes = sizeof(float) * (n - i);
     memcpy(rest[0], theta + i, bytes);
     memcpy(rest[1], log_sigma2 + i, bytes);
-    sum += NAME(kl_chunk)(rest[0], rest[1], rest[2], rest[3]);
+    sum += kl_chunk(rest[0], rest[1], rest[2], rest[3]);
     memcpy(grad_theta + i, rest[2], bytes);
     memcpy(grad_log_sigma2 + i, rest[3], bytes);
   }
@@ -70,7 +70,7 @@ TARGET static double NAME(kl_block)(const float *theta, const float *log_sigma2,
    time: x[w][p] is word w of part p of them. */
 #define PARTS (16 / LANES)
 #define ROTATE(x, r) (((x) << (r)) | ((x) >> (32 - (r))))
-INLINE void NAME(threefry)(vu x[4][PARTS], uint32_t key0, uint32_t key1) {
+INLINE void threefry(vu x[4][PARTS], uint32_t key0, uint32_t key1) {
   static const int rotations[8][2] = {{10, 26}, {11, 21}, {13, 27}, {23, 5}, {6, 20}, {17, 11}, {25, 10}, {18, 20}};
   const uint32_t key[5] = {key0, key1, 0, 0, 0x1BD11BDA ^ key0 ^ key1};
   for (int i = 0; i < 4; i++)
@@ -93,7 +93,7 @@ INLINE void NAME(threefry)(vu x[4][PARTS], uint32_t key0, uint32_t key1) {
 }
 
 /* Two standard normal numbers from two words (Box and Muller): the radius from one, the angle from the other. */
-INLINE void NAME(normal_pair)(vu a, vu b, vf *first, vf *second) {
+INLINE void normal_pair(vu a, vu b, vf *first, vf *second) {
   /* (a / 2^8 + 1) / 2^24 lies in (0, 1] */
   vf u = __builtin_convertvector((vi)(a >> 8) + 1, vf) * 5.9604644775390625e-8f;
   vf radius = square_root(larger(-2.0f * logarithm(u), splat(0.0f)));
@@ -114,7 +114,7 @@ INLINE void NAME(normal_pair)(vu a, vu b, vf *first, vf *second) {
 
 /* CHUNK standard normal numbers, the chunk-th of the stream of this key: of each 64, number 16 w + l comes from word w
    of counter l of their 16, whatever LANES is. */
-TARGET static void NAME(normal_chunk)(float *out, uint64_t seed, uint64_t chunk) {
+TARGET static void normal_chunk(float *out, uint64_t seed, uint64_t chunk) {
   uint32_t words[CHUNK];
   static const uint32_t count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int start = 0; start < CHUNK; start += 64) {
@@ -126,7 +126,7 @@ TARGET static void NAME(normal_chunk)(float *out, uint64_t seed, uint64_t chunk)
       x[1][p] = (vu){0} + (uint32_t)(counter >> 32);
       x[2][p] = x[3][p] = (vu){0};
     }
-    NAME(threefry)(x, (uint32_t)seed, (uint32_t)(seed >> 32));
+    threefry(x, (uint32_t)seed, (uint32_t)(seed >> 32));
     memcpy(words + start, x, sizeof x);
   }
   for (int start = 0; start < CHUNK; start += 32)
@@ -135,7 +135,7 @@ TARGET static void NAME(normal_chunk)(float *out, uint64_t seed, uint64_t chunk)
       vf first, second;
       memcpy(&a, words + i, sizeof a);
       memcpy(&b, words + i + 16, sizeof b);
-      NAME(normal_pair)(a, b, &first, &second);
+      normal_pair(a, b, &first, &second);
       store(out + i, first);
       store(out + i + 16, second);
     }
@@ -143,7 +143,7 @@ TARGET static void NAME(normal_chunk)(float *out, uint64_t seed, uint64_t chunk)
 
 /* b = gamma + sqrt(delta) epsilon (eq. 17, 18) in place of gamma, and its slope d b / d delta = epsilon / (2 sqrt(delta))
    in place of delta, for up to CHUNK outputs. Below the smallest normal number delta is held there, with slope 0. */
-TARGET static void NAME(sample_chunk)(float *gamma, float *delta, const float *epsilon, int n) {
+TARGET static void sample_chunk(float *gamma, float *delta, const float *epsilon, int n) {
   for (int i = 0; i < n; i += LANES) {
     vf d = load_part(delta + i, n - i), e = load(epsilon + i);
     vf deviation = square_root(larger(d, splat(SMALLEST)));
@@ -152,12 +152,12 @@ TARGET static void NAME(sample_chunk)(float *gamma, float *delta, const float *e
   }
 }
 
-TARGET static void NAME(exp_block)(const float *x, float *out, ptrdiff_t n) {
+TARGET static void exp_block(const float *x, float *out, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES) store_part(out + i, exponential(load_part(x + i, n - i)), n - i);
 }
 
 /* The same as bfloat16: the upper half of a float, rounded to nearest even. Rounding could carry a NaN over into zero. */
-TARGET static void NAME(exp_bf16_block)(const float *x, uint16_t *out, ptrdiff_t n) {
+TARGET static void exp_bf16_block(const float *x, uint16_t *out, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES) {
     vf value = exponential(load_part(x + i, n - i));
     vu bits = (vu)value, no_number = (vu)(value != value);
@@ -168,7 +168,7 @@ TARGET static void NAME(exp_bf16_block)(const float *x, uint16_t *out, ptrdiff_t
 }
 
 /* grad_sigma2 becomes the gradient of log sigma^2: times sigma^2. */
-TARGET static void NAME(times_exp_block)(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n) {
+TARGET static void times_exp_block(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES) {
     vf sigma2 = exponential(load_part(log_sigma2 + i, n - i));
     store_part(grad_sigma2 + i, load_part(grad_sigma2 + i, n - i) * sigma2, n - i);
@@ -176,19 +176,19 @@ TARGET static void NAME(times_exp_block)(const float *log_sigma2, float *grad_si
 }
 
 /* c = a b */
-TARGET static void NAME(multiply_block)(const float *a, const float *b, float *c, ptrdiff_t n) {
+TARGET static void multiply_block(const float *a, const float *b, float *c, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES)
     store_part(c + i, load_part(a + i, n - i) * load_part(b + i, n - i), n - i);
 }
 
 /* c += 2 a b */
-TARGET static void NAME(add_twice_product_block)(const float *a, const float *b, float *c, ptrdiff_t n) {
+TARGET static void add_twice_product_block(const float *a, const float *b, float *c, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += LANES)
     store_part(c + i, load_part(c + i, n - i) + 2.0f * load_part(a + i, n - i) * load_part(b + i, n - i), n - i);
 }
 
-INLINE void NAME(adam_chunk)(const struct adam *adam, float rate, float *x, const float *grad, const float *grad_kl,
-                             float *mean, float *square, ptrdiff_t n) {
+INLINE void adam_chunk(const struct adam *adam, float rate, float *x, const float *grad, const float *grad_kl,
+                       float *mean, float *square, ptrdiff_t n) {
   const vf per_deviation = splat(1.0f / adam->deviation), epsilon = splat(adam->epsilon);
   for (ptrdiff_t i = 0; i < n; i += LANES) {
     vf g = load_part(grad + i, n - i) + adam->kl_weight * load(grad_kl + i);
@@ -202,20 +202,20 @@ INLINE void NAME(adam_chunk)(const struct adam *adam, float rate, float *x, cons
 }
 
 /* Adam's step (Kingma and Ba, 2015) with the gradient of the KL, which is made here, added to the one that is given. */
-TARGET static void NAME(adam_block)(const struct adam *adam, float *theta, const float *grad_theta, float *mean_theta,
-                                    float *square_theta, float *log_sigma2, const float *grad_log_sigma2,
-                                    float *mean_log_sigma2, float *square_log_sigma2, ptrdiff_t n) {
+TARGET static void adam_block(const struct adam *adam, float *theta, const float *grad_theta, float *mean_theta,
+                              float *square_theta, float *log_sigma2, const float *grad_log_sigma2,
+                              float *mean_log_sigma2, float *square_log_sigma2, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += CHUNK) {
     float kl_theta[CHUNK] = {0}, kl_log_sigma2[CHUNK] = {0};
     const ptrdiff_t count = n - i < CHUNK ? n - i : CHUNK;
-    NAME(kl_block)(theta + i, log_sigma2 + i, kl_theta, kl_log_sigma2, count);
-    NAME(adam_chunk)(adam, adam->rates[0], theta + i, grad_theta + i, kl_theta, mean_theta + i, square_theta + i, count);
-    NAME(adam_chunk)(adam, adam->rates[1], log_sigma2 + i, grad_log_sigma2 + i, kl_log_sigma2, mean_log_sigma2 + i,
-                     square_log_sigma2 + i, count);
+    kl_block(theta + i, log_sigma2 + i, kl_theta, kl_log_sigma2, count);
+    adam_chunk(adam, adam->rates[0], theta + i, grad_theta + i, kl_theta, mean_theta + i, square_theta + i, count);
+    adam_chunk(adam, adam->rates[1], log_sigma2 + i, grad_log_sigma2 + i, kl_log_sigma2, mean_log_sigma2 + i,
+               square_log_sigma2 + i, count);
   }
 }
 
-const struct train_kernels NAME(train_kernels) = {
-    NAME(kl_block),       NAME(normal_chunk),    NAME(sample_chunk),   NAME(exp_block),
-    NAME(exp_bf16_block), NAME(times_exp_block), NAME(multiply_block), NAME(add_twice_product_block),
-    NAME(adam_block)};
+/* A struct train_kernels. */
+#define TRAIN_KERNELS                                                                                                \
+  {kl_block, normal_chunk, sample_chunk, exp_block, exp_bf16_block, times_exp_block, multiply_block,                 \
+   add_twice_product_block, adam_block}

@@ -3,6 +3,7 @@
 
 #define LANES 8
 #define TARGET __attribute__((target("avx2,fma")))
-#define NAME(f) f##_avx2
 #include "train.h"
+
+const struct train_kernels train_kernels_avx2 = TRAIN_KERNELS;
 #endif

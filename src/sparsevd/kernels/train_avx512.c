@@ -3,6 +3,7 @@
 
 #define LANES 16
 #define TARGET __attribute__((target("avx512f,avx512dq")))
-#define NAME(f) f##_avx512
 #include "train.h"
+
+const struct train_kernels train_kernels_avx512 = TRAIN_KERNELS;
 #endif

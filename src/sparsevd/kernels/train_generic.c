@@ -1,6 +1,7 @@
 #include "kernels.h"
 
 #define LANES 4
-#define TARGET 
-#define NAME(f) f##_generic
+#define TARGET
 #include "train.h"
+
+const struct train_kernels train_kernels_generic = TRAIN_KERNELS;
