@@ -211,9 +211,3 @@ def test_c_file_on_neon(tmp_path):
     command = ["aarch64-linux-gnu-gcc", "-std=c99", *FLAGS, "-O0", "-static", "-DNET_SELF_TEST", str(source)]
     subprocess.run([*command, "-o", str(program)], check=True)
     assert subprocess.run(["qemu-aarch64", program], check=False).returncode == 0
-
-
-def test_c_file_needs_a_name(tmp_path):
-    for name in ("net.h", "9net.c", "my-net.c"):
-        with pytest.raises(sparsevd.SparseVDError, match="must be called NAME.c"):
-            export_c(nn.Linear(3, 2), torch.randn(1, 3), tmp_path / name)

@@ -11,6 +11,12 @@
 
 #include "inference.h"
 
+/* In a file for each instruction set. */
+extern const struct sparse_kernels sparse_kernels_generic;
+#if defined(__x86_64__)
+extern const struct sparse_kernels sparse_kernels_avx2, sparse_kernels_avx512;
+#endif
+
 static int has(int set) {
 #if defined(__x86_64__)
   __builtin_cpu_init();

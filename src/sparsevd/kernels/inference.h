@@ -69,9 +69,4 @@ struct sparse_kernels {
   void (*step)(const struct step *step, float *scratch, int32_t images, ptrdiff_t first, ptrdiff_t last);
 };
 
-extern const struct sparse_kernels sparse_kernels_generic;
-#if defined(__x86_64__)
-extern const struct sparse_kernels sparse_kernels_avx2, sparse_kernels_avx512;
-#endif
-
 #endif

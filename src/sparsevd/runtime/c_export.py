@@ -1,4 +1,9 @@
-"""A network as one self-contained C file and its header: the kernels of the plan, and the weights as constants."""
+"""A network as one self-contained C file and its header: the kernels of the plan, and the weights as constants.
+
+Only the name of the file goes into the C code, and only if it can be a function's name there; whatever else comes from
+the network is a number, or is escaped within a comment. All names of the file begin with the network's own, so that
+they meet neither those of the program nor those of another network.
+"""
 
 import re
 from collections.abc import Iterable
@@ -10,30 +15,40 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd import atomic
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, GraphError
 from sparsevd.graph import Graph, capture
 from sparsevd.kernels import inference
 from sparsevd.kernels.steps import Network, Step, Value, nonzeros_of
+from sparsevd.runtime import c_names
 from sparsevd.runtime.network import network
 
 SOURCES = Path(inference.__file__).parent
 TOLERANCE = 1e-4  # of the self-test, relative to the largest output
+LONGEST_COMMENT = 80  # characters of a layer's name
 
 HEADER = """\
 /* {title}
 
    {name}(in, out) computes one image; it uses memory of its own and is not for several threads at once.
-   {name}_with(in, out, scratch) is, with {NAME}_SCRATCH floats of scratch memory for each thread, zero before their
+   {name}_with(in, out, scratch) is, with {macro}_SCRATCH floats of scratch memory for each thread, zero before their
    first use and left alone in between. */
-#ifndef {NAME}_H
-#define {NAME}_H
+#ifndef {macro}_H
+#define {macro}_H
 
-#define {NAME}_INPUTS {inputs}   /* floats: {input_shape} */
-#define {NAME}_OUTPUTS {outputs} /* floats: {output_shape} */
-#define {NAME}_SCRATCH {scratch}
+#define {macro}_INPUTS {inputs}   /* floats: {input_shape} */
+#define {macro}_OUTPUTS {outputs} /* floats: {output_shape} */
+#define {macro}_SCRATCH {scratch}
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
 
 void {name}(const float *in, float *out);
 void {name}_with(const float *in, float *out, float *scratch);
+
+#ifdef __cplusplus
+}}
+#endif
 
 #endif
 """
@@ -42,49 +57,55 @@ PROLOGUE = """\
 /* {title}
 
    C99, for GCC and Clang; nothing but the compiler is needed. Build it for the processor that will run it:
-       cc -std=gnu99 -O3 -march=native -c {file}
+       cc -std=gnu99 -O3 -march=native -c {name}.c
    A program that tests it, with an input and the output expected for it:
-       cc -std=gnu99 -O3 -march=native -D{NAME}_SELF_TEST {file} -o test && ./test */
+       cc -std=gnu99 -O3 -march=native -D{macro}_SELF_TEST {name}.c -o test && ./test */
 
 #include "{name}.h"
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-#define LANES 16
+#define {name}_LANES 16
 #elif defined(__AVX2__)
-#define LANES 8
+#define {name}_LANES 8
 #else
-#define LANES 4 /* NEON and SSE, and what the compiler makes of it elsewhere */
+#define {name}_LANES 4 /* NEON and SSE, and what the compiler makes of it elsewhere */
 #endif
-#define TARGET
-#define NAME(f) f##_{name}
+#define {name}_TARGET
 
 """
 
 RUN = """
 void {name}_with(const float *in, float *out, float *scratch) {{
-  const struct sparse_kernels *kernels = &NAME(sparse_kernels);
-  kernels->pack(&input_layer, in, 0, 1, scratch + {input_planes}, 0, {input_channels});
-  for (int i = 0; i < (int)(sizeof steps / sizeof *steps); i++)
-    kernels->step(&steps[i], scratch, 1, 0, steps[i].kind == PRODUCT ? steps[i].layer->outputs : steps[i].in.channels);
-  for (int i = 0; i < {NAME}_OUTPUTS; i++) out[i] = scratch[{output_planes} + i];
+  const struct {name}_sparse_kernels kernels = {name}_SPARSE_KERNELS;
+  kernels.{name}_pack(&{name}_input_layer, in, 0, 1, scratch + {input_planes}, 0, {input_channels});
+  for (int i = 0; i < (int)(sizeof {name}_steps / sizeof *{name}_steps); i++) {{
+    const struct {name}_step *step = {name}_steps + i;
+    const int parts = step->kind == {name}_PRODUCT ? step->layer->outputs : step->in.channels;
+    kernels.{name}_step(step, scratch, 1, 0, parts);
+  }}
+  for (int i = 0; i < {macro}_OUTPUTS; i++) out[i] = scratch[{output_planes} + i];
 }}
 
 void {name}(const float *in, float *out) {{
-  static float scratch[{NAME}_SCRATCH];
+  static float scratch[{macro}_SCRATCH];
   {name}_with(in, out, scratch);
 }}
 """
 
+# The network is called before main has any names of its own, which could hide it.
 SELF_TEST = """
-#ifdef {NAME}_SELF_TEST
+#ifdef {macro}_SELF_TEST
 #include <stdio.h>
 {arrays}
+static float {name}_test_result[{macro}_OUTPUTS];
+
 int main(void) {{
-  float out[{NAME}_OUTPUTS], largest = 0, difference = 0;
-  {name}(test_input, out);
-  {name}(test_input, out); /* a second call must find its memory as the first one did */
-  for (int i = 0; i < {NAME}_OUTPUTS; i++) {{
-    const float off = out[i] - test_output[i], size = test_output[i] < 0 ? -test_output[i] : test_output[i];
+  {name}({name}_test_input, {name}_test_result);
+  {name}({name}_test_input, {name}_test_result); /* a second call must find its memory as the first one did */
+  float largest = 0, difference = 0;
+  for (int i = 0; i < {macro}_OUTPUTS; i++) {{
+    const float expected = {name}_test_output[i], off = {name}_test_result[i] - expected;
+    const float size = expected < 0 ? -expected : expected;
     if (!((off < 0 ? -off : off) <= difference)) difference = off < 0 ? -off : off;
     if (size > largest) largest = size;
   }}
@@ -103,37 +124,40 @@ def export_c(model: nn.Module | Graph, example: Tensor, path: str | Path) -> tup
     the self-test.
     """
     source = Path(path)
-    name = source.stem
-    if source.suffix != ".c" or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ArgumentError(f"the file {source.name!r} must be called NAME.c, where NAME can be a name in C")
-    graph = model if isinstance(model, Graph) else capture(model, example)
+    name = _function_name(source)
+    graph = model.check() if isinstance(model, Graph) else capture(model, example)
     net = network(graph)
+    if not net.input.numbers or not net.output.numbers:
+        raise GraphError(f"a network from {net.input.numbers} to {net.output.numbers} numbers has nothing to compute")
+    image, expected = _test_case(graph, example)
     scratch = net.placed(images=1)
     kept = sum(int(torch.count_nonzero(step.weight)) for step in net.steps if step.weight is not None)
+    constants = _Constants(name)
     words: dict[str, Any] = {
         "name": name,
-        "NAME": name.upper(),
-        "file": source.name,
+        # As C writes macros; a name with capitals stays as it is, so that the macros of net and Net differ.
+        "macro": name.upper() if name == name.lower() else name,
         "title": f"A pruned network of {kept:,} weights, written by sparsevd.",
         "inputs": net.input.numbers,
         "outputs": net.output.numbers,
-        "input_shape": " x ".join(map(str, graph.inputs[0].shape[1:])),
+        "input_shape": " x ".join(map(str, graph.inputs[0].shape[1:])) or "1",
         "output_shape": " x ".join(map(str, net.output_shape)) or "1",
         "scratch": scratch,
         "input_planes": net.input.planes,
         "input_channels": net.input.channels,
         "output_planes": net.output.planes,
         "tolerance": TOLERANCE,
+        "arrays": "\n".join(
+            [
+                constants.array("float", "test_input", _floats(image)),
+                constants.array("float", "test_output", _floats(expected)),
+            ]
+        ),
     }
-    image = example[:1]
-    expected = cast(Tensor, graph(image))
-    words["arrays"] = "\n".join(
-        [_array("float", "test_input", _floats(image)), _array("float", "test_output", _floats(expected))]
-    )
     parts = [
         PROLOGUE.format_map(words),
-        *(_kernel_source(file) for file in ("inference.h", "vectors.h", "sparse.h")),
-        *_constants(net),
+        _kernels(name),
+        *constants.of(net),
         RUN.format_map(words),
         SELF_TEST.format_map(words),
     ]
@@ -143,84 +167,143 @@ def export_c(model: nn.Module | Graph, example: Tensor, path: str | Path) -> tup
     return source, header
 
 
-def _kernel_source(file: str) -> str:
-    """A kernel file without the includes of its fellows."""
-    text = (SOURCES / file).read_text(encoding="utf-8")
-    return re.sub(r'^#include "\w+\.h"\n', "", text, flags=re.MULTILINE)
+def _function_name(source: Path) -> str:
+    """The name of the file as that of a function, or ArgumentError."""
+    reason = c_names.why_not(source.stem) if source.suffix == ".c" else "the file does not end with .c"
+    if reason:
+        better = c_names.suggestion(source.stem)
+        raise ArgumentError(f"a network cannot be written to {source.name!r}: {reason}; call the file {better}.c")
+    return source.stem
 
 
-def _constants(net: Network) -> list[str]:
-    """Weights, layers and steps as C arrays and structs."""
-    parts, steps = [], []
-    pixels = net.input.offsets()[: net.input.height * net.input.width]
-    parts.append(_array("int32_t", "input_slot", map(str, range(net.input.channels))))
-    parts.append(_array("int32_t", "input_place", map(str, pixels.tolist())))
-    layer = {**_sizes(net.input), "images": 1, "used": net.input.channels, "stride_x": 1}
-    layer |= {"pitch": net.input.pitch, "plane": net.input.plane, "slot": "input_slot", "place": "input_place"}
-    parts.append(_struct("sparse_layer", "input_layer", layer))
-    for number, step in enumerate(net.steps):
-        fields: dict[str, Any] = {
-            "kind": step.kind,
-            "in": _value(step.inputs[0]),
-            "second": _value(step.inputs[-1]),
-            "out": _value(step.out),
+def _test_case(graph: Graph, example: Tensor) -> tuple[Tensor, Tensor]:
+    """The input of the self-test and the output expected for it, both finite: no others can be compared."""
+    if not isinstance(example, Tensor) or not example.ndim or not example.shape[0]:
+        found = tuple(example.shape) if isinstance(example, Tensor) else type(example).__name__
+        raise ArgumentError(f"the example must be a tensor [batch, ...] with at least one image, not {found}")
+    image = example[:1]
+    expected = cast(Tensor, graph(image))
+    for what, tensor in (("the first image of the example", image), ("the network's output for the example", expected)):
+        if not tensor.isfinite().all():
+            raise ArgumentError(f"{what} is not finite, and the self-test needs numbers; look for NaN and infinity")
+    return image, expected
+
+
+# What a kernel file defines for the whole file: macros, types, functions; and how the names begin that it pastes.
+_DEFINITION = re.compile(
+    r"^#define (\w+)|^typedef .* (\w+) __attribute__|^(?:struct|enum) (\w+) \{"
+    r"|^(?:INLINE|TARGET|static)\b[\w *]*?(\w+)\(|(?<!#)\b(\w+)##",
+    re.MULTILINE,
+)
+_ENUM = re.compile(r"^enum \w+ \{(.*?)\}", re.MULTILINE | re.DOTALL)
+_TOKEN = re.compile(r'/\*.*?\*/|"[^"\n]*"|\b[A-Za-z_]\w*', re.DOTALL)
+
+
+def _kernels(name: str) -> str:
+    """The kernels of inference as one text, with the network's name before each of theirs."""
+    text = "\n".join((SOURCES / file).read_text(encoding="utf-8") for file in ("inference.h", "vectors.h", "sparse.h"))
+    text = re.sub(r'^#include "\w+\.h"\n', "", text, flags=re.MULTILINE)
+    own = {"LANES", "TARGET"} | {word for match in _DEFINITION.findall(text) for word in match if word}
+    own |= {word for constants in _ENUM.findall(text) for word in re.findall(r"\w+", constants)}
+    return _TOKEN.sub(lambda token: f"{name}_{token[0]}" if token[0] in own else token[0], text)
+
+
+def _comment(text: str) -> str:
+    """Text from outside for a comment: plain characters as they are, others by their number, and not without end."""
+    shown = re.sub(r"[^\w .:,()\[\]-]", lambda c: f"<{ord(c[0]):X}>", text[:LONGEST_COMMENT], flags=re.ASCII)
+    return shown + "..." * (len(text) > LONGEST_COMMENT)
+
+
+class _Constants:
+    """Weights, layers and steps as C arrays and structs, with the network's name before theirs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def of(self, net: Network) -> list[str]:
+        parts, steps = [], []
+        pixels = net.input.offsets()[: net.input.height * net.input.width]
+        parts.append(self.array("int32_t", "input_slot", map(str, range(net.input.channels))))
+        parts.append(self.array("int32_t", "input_place", map(str, pixels.tolist())))
+        layer = {**_sizes(net.input), "images": 1, "used": net.input.channels, "stride_x": 1}
+        layer |= {"pitch": net.input.pitch, "plane": net.input.plane}
+        layer |= {"slot": self.own("input_slot"), "place": self.own("input_place")}
+        parts.append(self.layer("input_layer", layer))
+        for number, step in enumerate(net.steps):
+            fields: dict[str, Any] = {
+                "kind": self.own(step.kind),
+                "in": _value(step.inputs[0]),
+                "second": _value(step.inputs[-1]),
+                "out": _value(step.out),
+                "low": _float(step.bounds[0]),
+                "high": _float(step.bounds[1]),
+            }
+            if step.kind == "PRODUCT":
+                parts += self.product(step, number)
+                fields["layer"] = "&" + self.own(f"layer_{number}")
+            elif step.kind == "REPACK":
+                assert step.phases is not None
+                parts.append(self.array("int32_t", f"place_{number}", map(str, step.phases.pixels.tolist())))
+                parts.append(self.layer(f"layer_{number}", {"place": self.own(f"place_{number}")}))
+                fields["layer"] = "&" + self.own(f"layer_{number}")
+            elif step.kind == "AFFINE":
+                parts.append(self.array("float", f"scale_{number}", _floats(cast(Tensor, step.scale))))
+                parts.append(self.array("float", f"shift_{number}", _floats(cast(Tensor, step.shift))))
+                fields |= {"scale": self.own(f"scale_{number}"), "shift": self.own(f"shift_{number}")}
+            if step.window is not None:
+                window = step.window
+                fields |= {"kernel_y": window.kernel[0], "kernel_x": window.kernel[1], "stride_y": window.stride[0]}
+                fields |= {"stride_x": window.stride[1], "top": window.padding[0], "left": window.padding[1]}
+                fields |= {"dilation_y": window.dilation[0], "dilation_x": window.dilation[1]}
+                fields["count_padding"] = int(window.count_padding)
+            steps.append(_initialiser(fields))
+        lines = ",\n".join(f"  {step}" for step in steps)
+        parts.append(f"static const struct {self.own('step')} {self.own('steps')}[] = {{\n{lines}}};\n")
+        return parts
+
+    def product(self, step: Step, number: int) -> list[str]:
+        source, out, arrays = step.inputs[0], step.out, nonzeros_of(step, images=1)
+        bias = np.zeros(out.channels, np.float32) if step.shift is None else step.shift.numpy()
+        pairs = [f"{{{offset}, {_float(weight)}}}" for offset, weight in arrays["nonzeros"].tolist()]
+        fields = {
+            **_sizes(source),
+            "outputs": out.channels,
+            "out_height": out.height,
+            "out_width": out.width,
+            "images": 1,
+            "used": source.channels,
+            "stride_x": step.geometry.stride[1],
+            "pitch": source.pitch,
+            "plane": source.plane,
+            "out_pitch": out.pitch,
+            "out_plane": out.plane,
             "low": _float(step.bounds[0]),
             "high": _float(step.bounds[1]),
+            **{kind: self.own(f"{kind}_{number}") for kind in ("order", "starts", "nonzeros", "bias")},
         }
-        if step.kind == "PRODUCT":
-            parts += _layer(step, number)
-            fields["layer"] = f"&layer_{number}"
-        elif step.kind == "REPACK":
-            assert step.phases is not None
-            parts.append(_array("int32_t", f"place_{number}", map(str, step.phases.pixels.tolist())))
-            parts.append(_struct("sparse_layer", f"layer_{number}", {"place": f"place_{number}"}))
-            fields["layer"] = f"&layer_{number}"
-        elif step.kind == "AFFINE":
-            parts.append(_array("float", f"scale_{number}", _floats(cast(Tensor, step.scale))))
-            parts.append(_array("float", f"shift_{number}", _floats(cast(Tensor, step.shift))))
-            fields |= {"scale": f"scale_{number}", "shift": f"shift_{number}"}
-        if step.window is not None:
-            window = step.window
-            fields |= {"kernel_y": window.kernel[0], "kernel_x": window.kernel[1], "stride_y": window.stride[0]}
-            fields |= {"stride_x": window.stride[1], "top": window.padding[0], "left": window.padding[1]}
-            fields |= {"dilation_y": window.dilation[0], "dilation_x": window.dilation[1]}
-            fields["count_padding"] = int(window.count_padding)
-        steps.append(_initialiser(fields))
-    parts.append("static const struct step steps[] = {\n" + ",\n".join(f"  {step}" for step in steps) + "};\n")
-    return parts
+        return [
+            f"/* {_comment(step.name)} */",
+            self.array("int32_t", f"order_{number}", map(str, arrays["order"].tolist())),
+            self.array("int32_t", f"starts_{number}", map(str, arrays["starts"].tolist())),
+            self.array(f"struct {self.own('nonzero')}", f"nonzeros_{number}", pairs or ["{0, 0}"]),
+            self.array("float", f"bias_{number}", map(_float, bias.tolist())),
+            self.layer(f"layer_{number}", fields),
+        ]
 
+    def layer(self, word: str, fields: dict[str, Any]) -> str:
+        return f"static const struct {self.own('sparse_layer')} {self.own(word)} = {_initialiser(fields)};\n"
 
-def _layer(step: Step, number: int) -> list[str]:
-    source, out, arrays = step.inputs[0], step.out, nonzeros_of(step, images=1)
-    bias = np.zeros(out.channels, np.float32) if step.shift is None else step.shift.numpy()
-    pairs = [f"{{{offset}, {_float(weight)}}}" for offset, weight in arrays["nonzeros"].tolist()]
-    fields = {
-        **_sizes(source),
-        "outputs": out.channels,
-        "out_height": out.height,
-        "out_width": out.width,
-        "images": 1,
-        "used": source.channels,
-        "stride_x": step.geometry.stride[1],
-        "pitch": source.pitch,
-        "plane": source.plane,
-        "out_pitch": out.pitch,
-        "out_plane": out.plane,
-        "low": _float(step.bounds[0]),
-        "high": _float(step.bounds[1]),
-        "order": f"order_{number}",
-        "starts": f"starts_{number}",
-        "nonzeros": f"nonzeros_{number}",
-        "bias": f"bias_{number}",
-    }
-    return [
-        f"/* {step.name} */",
-        _array("int32_t", f"order_{number}", map(str, arrays["order"].tolist())),
-        _array("int32_t", f"starts_{number}", map(str, arrays["starts"].tolist())),
-        _array("struct nonzero", f"nonzeros_{number}", pairs or ["{0, 0}"]),
-        _array("float", f"bias_{number}", map(_float, bias.tolist())),
-        _struct("sparse_layer", f"layer_{number}", fields),
-    ]
+    def array(self, kind: str, word: str, items: Iterable[str]) -> str:
+        lines, line = [], " "
+        for item in items:
+            if len(line) + len(item) > 116:
+                lines.append(line)
+                line = " "
+            line += f" {item},"
+        return f"static const {kind} {self.own(word)}[] = {{\n" + "\n".join([*lines, line]) + "};\n"
+
+    def own(self, word: str) -> str:
+        return f"{self.name}_{word}"
 
 
 def _sizes(value: Value) -> dict[str, Any]:
@@ -236,29 +319,17 @@ def _initialiser(fields: dict[str, Any]) -> str:
     return "{" + ", ".join(f".{name} = {value}" for name, value in fields.items()) + "}"
 
 
-def _struct(kind: str, name: str, fields: dict[str, Any]) -> str:
-    return f"static const struct {kind} {name} = {_initialiser(fields)};\n"
-
-
-def _array(kind: str, name: str, items: Iterable[str]) -> str:
-    lines, line = [], " "
-    for item in items:
-        if len(line) + len(item) > 116:
-            lines.append(line)
-            line = " "
-        line += f" {item},"
-    return f"static const {kind} {name}[] = {{\n" + "\n".join([*lines, line]) + "};\n"
-
-
 def _floats(tensor: Tensor) -> list[str]:
     return [_float(number) for number in tensor.flatten().tolist()]
 
 
 def _float(number: float) -> str:
-    """Exactly this float32 in C."""
-    if np.isinf(number):
-        return "INFINITY" if number > 0 else "-INFINITY"
-    if np.isnan(number):
+    """Exactly this float32 in C; what is too large for one is infinite, as in torch."""
+    with np.errstate(over="ignore"):
+        single = np.float32(number)
+    if np.isinf(single):
+        return "INFINITY" if single > 0 else "-INFINITY"
+    if np.isnan(single):
         return "NAN"
-    text = np.format_float_scientific(np.float32(number), unique=True, trim="0")
+    text = np.format_float_scientific(single, unique=True, trim="0")
     return f"{text}f"
