@@ -1,13 +1,20 @@
-"""Rules the whole project keeps: the order of imports, a light import, documentation that runs."""
+"""Rules the whole project keeps: the order of imports, a light import, built kernels, documentation that runs."""
 
 import ast
+import ctypes
+import hashlib
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+
+from sparsevd import kernels
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "sparsevd"
@@ -90,6 +97,36 @@ def test_import_is_light():
     code = "import sys, sparsevd; print(*{m.split('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"typer", "rich", "safetensors", "matplotlib", "scipy", "sklearn", "hypothesis"} & set(loaded)
+
+
+def compiler() -> str | None:
+    """What builds the kernels: the compiler that is asked for, Python's own, or the system's."""
+    names = [os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"]
+    return next((name for name in names if name and shutil.which(name.split()[0])), None)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler on the PATH: the kernels cannot be built")
+@pytest.mark.skipif("SPARSEVD_KERNELS" in os.environ, reason="SPARSEVD_KERNELS chooses other kernels, or none")
+def test_kernels_are_built_from_these_sources():
+    """Else all their tests would be skipped, or would test other kernels, and all would look well."""
+    again = f"{compiler()} is here; see why with: python setup.py build_ext --inplace --force"
+    library = kernels.library()
+    assert library is not None, f"the kernels were not built, or lack a function. {again}"
+    files = sorted((PACKAGE / "kernels").glob("*.[ch]"))
+    declared = {name for path in files for name in re.findall(r"\b(sparsevd_\w+)\(", path.read_text(encoding="utf-8"))}
+    missing = [name for name in sorted(declared) if not exported(library, name)]
+    assert not missing, f"the kernels lack {', '.join(missing)}. {again}"
+    library.sparsevd_sources.restype = ctypes.c_char_p
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    assert library.sparsevd_sources().decode() == digest, f"the kernels were built from other sources. {again}"
+
+
+def exported(library: ctypes.CDLL, name: str) -> bool:
+    try:
+        library[name]
+    except AttributeError:
+        return False
+    return True
 
 
 def blocks(path: Path, language: str) -> list[str]:
