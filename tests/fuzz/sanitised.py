@@ -19,9 +19,16 @@ def environment(folder: Path) -> dict[str, str] | None:
     command += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     command += ["-shared", "-fPIC", *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(library)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
-    asan = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
-    if built.returncode != 0 or not Path(asan.stdout.strip()).is_absolute():
+    # And C++'s library, or the sanitiser does not find how torch throws exceptions.
+    preload = [_found(compiler, name) for name in ("libasan.so", "libstdc++.so.6")]
+    if built.returncode != 0 or not all(path.is_absolute() for path in preload):
         return None
     # Python itself keeps memory until its end: only what is read or written wrongly counts here.
     options = "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1"
-    return {"SPARSEVD_KERNELS": str(library), "LD_PRELOAD": asan.stdout.strip(), "ASAN_OPTIONS": options}
+    return {"SPARSEVD_KERNELS": str(library), "LD_PRELOAD": " ".join(map(str, preload)), "ASAN_OPTIONS": options}
+
+
+def _found(compiler: str, library: str) -> Path:
+    """Where the compiler has a library; only its name where it has none."""
+    result = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True, check=False)
+    return Path(result.stdout.strip())

@@ -48,7 +48,6 @@ class Trial:
     def __str__(self) -> str:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         figures = {
-            "trial": self.name,
             "inputs": self.inputs,
             "refused": self.refused,
             **self.counts,
