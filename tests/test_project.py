@@ -22,6 +22,7 @@ PACKAGE = ROOT / "src" / "sparsevd"
 # Each module may import those above it in this list, so data never flows back along a model's way.
 ORDER = [
     "errors",
+    "json_object",
     "lock",
     "atomic",
     "generator",
@@ -41,9 +42,12 @@ ORDER = [
     "batches",
     "evaluate",
     "progress",
+    "history",
+    "metrics_file",
     "checkpoint",
-    "run_folder",
     "progressive",
+    "resume",
+    "run_folder",
     "fit",
     "recipes",
     "baselines",

@@ -25,12 +25,12 @@ class DataError(SparseVDError):
     """A data set could not be found, fetched or read."""
 
 
-class CheckpointError(SparseVDError):
-    """A checkpoint is missing, damaged, or belongs to another run."""
-
-
 class FormatError(SparseVDError, ValueError):
-    """A model file is damaged, of another format, or does not fit the model."""
+    """A file of ours is damaged, of another format, or does not fit the model."""
+
+
+class CheckpointError(FormatError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
 
 
 class WriteError(SparseVDError):

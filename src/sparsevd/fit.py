@@ -8,7 +8,6 @@ import math
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +22,14 @@ from torch import Tensor, nn
 from sparsevd import generator, threads
 from sparsevd import progress as progress_
 from sparsevd.batches import Data, batches, checked, known_sizes, size
-from sparsevd.errors import ArgumentError, DivergenceError
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
 from sparsevd.evaluate import Loss, device_of, elbo, evaluate, wrong
+from sparsevd.history import EpochMetrics
 from sparsevd.layers import SparseLayer
 from sparsevd.objective import kl, sparse_layers, warm_up
 from sparsevd.optimizer import BoundAdam
 from sparsevd.progressive import contracted, drop, zero_for_good
-from sparsevd.run_folder import EpochMetrics, RunFolder, State
+from sparsevd.run_folder import RunFolder, State
 from sparsevd.sampling import multiplies_bfloat16
 from sparsevd.summary import summary
 
@@ -195,7 +195,12 @@ def _fit(
             first: list[tuple[Tensor, Tensor]] = []
             remaining = _keeping(first, batches(train, config.batch_size, shuffle=True))
             if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
-                deque(islice(remaining, state.batch), maxlen=0)
+                passed = sum(1 for _ in islice(remaining, state.batch))
+                if passed < state.batch:
+                    raise CheckpointError(
+                        f"the run was interrupted after batch {state.batch}, but an epoch of train has only {passed}; "
+                        "resume it with the data that it began with"
+                    )
                 torch.set_rng_state(rng)
                 rng = None
             with contracted(model, layers, optimizer) if config.contract else nullcontext():
@@ -252,7 +257,7 @@ def _fit(
                 count = drop(layers, optimizer, config.drop_patience if whole_only else 1, whole_only)
                 metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
             metrics = replace(metrics, seconds=time.monotonic() - begun)
-            state = State(epoch=state.epoch + 1, history=[*state.history, metrics], bfloat16=state.bfloat16)
+            state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
             folder.save(model, optimizer, state)
             progress.epoch(_describe(state, config))
             threads.warn_if_they_spin()
@@ -260,7 +265,7 @@ def _fit(
                 raise KeyboardInterrupt
     _set_memory_format(model, torch.contiguous_format)
     model.eval()
-    return state.history
+    return list(state.history)
 
 
 def _choose_variance(layers: list[SparseLayer], dtype: str | None, bfloat16: bool) -> None:

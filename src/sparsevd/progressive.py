@@ -17,7 +17,7 @@ from sparsevd.layers import Part, SparseLayer
 
 # How many epochs in a row a weight has been above the threshold. It stands beside Adam's own numbers for log σ², and so
 # goes with them into a checkpoint and back.
-_EPOCHS_ABOVE = "epochs_above"
+EPOCHS_ABOVE = "epochs_above"
 # Smaller matrices must at least pay for picking the inputs and putting the outputs back.
 _PAYS_BELOW = 0.8
 
@@ -34,10 +34,10 @@ def drop(layers: list[SparseLayer], optimizer: torch.optim.Optimizer, patience: 
         state = optimizer.state.get(layer.log_sigma2)
         if not state:  # a frozen layer
             continue
-        before = state.get(_EPOCHS_ABOVE, torch.zeros_like(layer.weight, dtype=torch.int16))
+        before = state.get(EPOCHS_ABOVE, torch.zeros_like(layer.weight, dtype=torch.int16))
         above = layer.log_alpha() > layer.threshold
-        state[_EPOCHS_ABOVE] = torch.where(above, (before + 1).clamp_max(patience), 0).to(torch.int16)
-        superfluous = state[_EPOCHS_ABOVE] >= patience
+        state[EPOCHS_ABOVE] = torch.where(above, (before + 1).clamp_max(patience), 0).to(torch.int16)
+        superfluous = state[EPOCHS_ABOVE] >= patience
         if whole_only:
             superfluous = _whole(superfluous) if layer.can_contract() else torch.zeros_like(superfluous)
         superfluous = superfluous & layer.alive()

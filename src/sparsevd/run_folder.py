@@ -1,52 +1,28 @@
 """The folder of a run: the state of training as a checkpoint, and its metrics as lines of JSON.
 
-The checkpoint is the truth and holds the whole history; metrics.jsonl is written anew from it. One training at a time
-is in the folder; who only reads it finds whole files at any moment.
+The checkpoint is the truth and holds the whole history. metrics.jsonl gets a line after it; where it does not hold the
+lines before, as after a crash, it is put right from the checkpoint. One training at a time is in the folder; who only
+reads it finds a whole checkpoint at any moment.
 """
 
-import json
+import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd import atomic, lock
+from sparsevd import atomic, history, lock, resume
 from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, WriteError
-from sparsevd.layers import SparseLayer
+from sparsevd.history import LARGEST_INTEGER, History
+from sparsevd.json_object import is_whole, shown
+from sparsevd.metrics_file import MetricsFile
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
-
-
-@dataclass(frozen=True)
-class EpochMetrics:
-    """One epoch. Training figures are averages over the epoch, with noise; `elbo` is the bound they give with β = 1.
-
-    `alive` has, for each Sparse VD layer, how many of its inputs and of its units have a weight below the threshold.
-    Where weights were dropped for good after the epoch, `dropped` is how many, and the bound before and after that is
-    that of its first batches with the same noise. Without Sparse VD layers (`fit_dense`) all of these are None.
-    """
-
-    epoch: int
-    learning_rate: float
-    beta: float
-    train_loss: float
-    train_error: float | None
-    kl: float | None
-    elbo: float | None
-    sparsity: float | None
-    ratio: float | None
-    val_loss: float | None
-    val_error: float | None
-    seconds: float
-    alive: dict[str, list[int]] | None = None
-    dropped: int | None = None
-    elbo_before_drop: float | None = None
-    elbo_after_drop: float | None = None
 
 
 @dataclass
@@ -60,17 +36,7 @@ class State:
     wrong: int | None = 0
     seconds: float = 0.0
     bfloat16: bool | None = None  # whether large variance products are in it; None before the run has begun
-    history: list[EpochMetrics] = field(default_factory=list)
-
-
-def _layers(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Type and threshold of the Sparse VD layers by name; a shared one has several, and `of` says which came first."""
-    first: dict[nn.Module, str] = {}
-    return {
-        name: {"type": type(module).__name__, "threshold": module.threshold, "of": first.setdefault(module, name)}
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SparseLayer)
-    }
+    history: History = field(default_factory=History.empty)
 
 
 class RunFolder:
@@ -79,6 +45,7 @@ class RunFolder:
     def __init__(self, path: str | Path | None, settings: dict[str, Any]):
         self.path = Path(path) if path is not None else None
         self._settings = settings  # a run can only be resumed with the same ones
+        self._metrics = MetricsFile(self.path / METRICS) if self.path else None
 
     def locked(self) -> AbstractContextManager[None]:
         """Makes the folder, and keeps every other training out of it."""
@@ -100,7 +67,7 @@ class RunFolder:
         return "No epoch was finished, so there is no checkpoint."
 
     def save(self, model: nn.Module, optimizer: torch.optim.Adam, state: State, rng: Tensor | None = None) -> None:
-        if self.path is None:
+        if self.path is None or self._metrics is None:
             return
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         slots = {
@@ -108,24 +75,30 @@ class RunFolder:
             for parameter, values in optimizer.state.items()
             for slot, value in values.items()
         }
-        layers = _layers(model)
-        progress = {"settings": self._settings, "state": asdict(state)}
-        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        checkpoint = Checkpoint(dict(model.state_dict()), slots, rng, layers, buffers, progress)
+        progress = {
+            "settings": self._settings,
+            "state": {name: value for name, value in vars(state).items() if name != "history"},
+            "history_layers": state.history.layers,
+            "metrics": self._metrics.prepare(state.history),
+        }
+        checkpoint = Checkpoint(
+            model=dict(model.state_dict()),
+            optimizer=slots,
+            rng=rng,
+            layers=resume.layers_of(model),
+            buffers=[name for name, _ in model.named_buffers(remove_duplicate=False)],
+            progress=progress,
+            history=state.history.tensors(),
+        )
         try:
             checkpoint.save(self.path / CHECKPOINT)
-            self._write_metrics(state)
+            self._metrics.write(state.history)
         except WriteError as error:
             raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
 
-    def _write_metrics(self, state: State) -> None:
-        assert self.path is not None
-        lines = [json.dumps(asdict(metrics)) + "\n" for metrics in state.history]
-        atomic.write(self.path / METRICS, "".join(lines))
-
     def restore(self, model: nn.Module, optimizer: torch.optim.Adam) -> tuple[State, Tensor | None]:
         """The state to go on from; the beginning if no checkpoint was written yet."""
-        if self.path is None:
+        if self.path is None or self._metrics is None:
             raise ArgumentError("resume=True needs the run_dir to resume from")
         for name in (CHECKPOINT, METRICS):
             atomic.remove_leftovers(self.path / name)
@@ -133,37 +106,65 @@ class RunFolder:
         if not path.exists():
             return State(), None
         checkpoint = Checkpoint.load(path)
-        try:
-            settings = dict(checkpoint.progress["settings"])
-            stored: dict[str, Any] = checkpoint.progress["state"]
-            history = [EpochMetrics(**metrics) for metrics in stored.pop("history")]
-            state = State(**stored, history=history)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: its progress cannot be read ({error})") from error
+        settings = checkpoint.progress.get("settings")
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{path} is damaged: its settings are {shown(settings)}")
         differing = [
-            f"{name}: {settings.get(name)!r} then, {value!r} now"
+            f"{name}: {shown(settings.get(name))} then, {value!r} now"
             for name, value in self._settings.items()
-            if settings.get(name) != value
+            if not _same(settings.get(name), value)
         ]
         if differing:
             raise CheckpointError(
                 f"{path} belongs to a run with other settings ({'; '.join(differing)}); use those, or start a new run"
             )
-        try:
-            model.load_state_dict(checkpoint.model)
-        except RuntimeError as error:
-            raise CheckpointError(f"{path} belongs to another network: {error}") from error
-        if checkpoint.layers != _layers(model):
-            raise CheckpointError(
-                f"{path} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
-            )
-        parameters = dict(model.named_parameters())
-        for key, value in checkpoint.optimizer.items():
-            name, _, slot = key.rpartition("/")
-            if name not in parameters or (value.ndim and value.shape != parameters[name].shape):
-                raise CheckpointError(f"{path} is damaged: no parameter {name!r} for its optimizer state")
-            # In the order in memory of the parameter: Adam's fused kernel takes both as they lie there.
-            like = parameters[name].detach() if value.ndim else value
-            optimizer.state[parameters[name]][slot] = torch.empty_like(like, dtype=value.dtype).copy_(value)
-        self._write_metrics(state)
+        state = _state(checkpoint, self._settings["epochs"], path)
+        begun = state.epoch > 0 or state.batch > 0
+        resume.check_model(checkpoint, model, str(path))
+        resume.check_optimizer(checkpoint, model, self._settings["drop_patience"], begun, str(path))
+        if checkpoint.rng is not None:
+            resume.check_generator(checkpoint.rng, str(path))
+        resume.put_back(checkpoint, model, optimizer)
+        self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
         return state, checkpoint.rng
+
+
+def _same(then: object, now: object) -> bool:
+    """Whether a setting has not changed; True is not 1 here."""
+    return then == now and isinstance(then, bool) == isinstance(now, bool)
+
+
+def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
+    """How far a run of so many epochs is, with every number in its range."""
+    damaged = f"{path} is damaged"
+    stored = checkpoint.progress.get("state")
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{damaged}: its state is {shown(stored)}")
+    stored = dict(stored)
+    if checkpoint.format == 1:
+        past = history.from_entries(stored.pop("history", None), damaged)
+        stored["bfloat16"] = None  # it was not kept then
+    else:
+        past = history.from_tensors(checkpoint.history, checkpoint.progress.get("history_layers"), damaged)
+    expected = set(vars(State())) - {"history"}
+    if stored.keys() != expected:
+        raise CheckpointError(f"{damaged}: its state has not exactly {', '.join(sorted(expected))}")
+    seen = stored["seen"]
+    valid = {
+        "epoch": is_whole(stored["epoch"], 0, epochs),
+        "seen": is_whole(seen, 0, LARGEST_INTEGER),
+        "batch": is_whole(seen, 0, LARGEST_INTEGER) and is_whole(stored["batch"], 0, seen),
+        "wrong": stored["wrong"] is None or (is_whole(seen, 0, LARGEST_INTEGER) and is_whole(stored["wrong"], 0, seen)),
+        "loss": isinstance(stored["loss"], float) and math.isfinite(stored["loss"]),
+        "seconds": isinstance(stored["seconds"], float) and 0 <= stored["seconds"] < math.inf,
+        "bfloat16": stored["bfloat16"] is None or isinstance(stored["bfloat16"], bool),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            raise CheckpointError(f"{damaged}: its state has {name} {shown(stored[name])}")
+    state = State(**stored, history=past)
+    if len(past) != state.epoch:
+        raise CheckpointError(f"{damaged}: it is after epoch {state.epoch} and has a history of {len(past)}")
+    if state.seen and (checkpoint.rng is None or state.epoch == epochs):
+        raise CheckpointError(f"{damaged}: it is inside an epoch, after batch {state.batch}, but lacks what that needs")
+    return state

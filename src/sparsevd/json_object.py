@@ -1,0 +1,45 @@
+"""A JSON object that comes from a file: read whole, or refused in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsevd.errors import FormatError
+
+# More than any run.json or summary.json: a line per layer is some 200 bytes.
+LARGEST = 50_000_000
+
+
+def parse(text: str | bytes, source: str, error: type[FormatError] = FormatError) -> dict[str, Any]:
+    """The object that the text holds; `source` begins the sentence of the error."""
+    try:
+        value = json.loads(text)
+    except ValueError as problem:  # also bytes that are no text, and integers of thousands of digits
+        raise error(f"{source} is not JSON ({problem})") from problem
+    except RecursionError as problem:
+        raise error(f"{source} is not JSON that sparsevd writes: it is nested too deeply") from problem
+    if not isinstance(value, dict):
+        raise error(f"{source} holds a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def read(path: Path, error: type[FormatError] = FormatError) -> dict[str, Any]:
+    """The object that a file holds."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem.strerror or problem})") from problem
+    if len(content) > LARGEST:
+        raise error(f"{path} has more than {LARGEST:,} bytes, which sparsevd never writes")
+    return parse(content, str(path), error)
+
+
+def is_whole(value: object, low: int, high: int) -> bool:
+    """Whether this is an integer, and no truth value, from low to high."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def shown(value: object) -> str:
+    """A value as it stands in a sentence: it may be long, or nested too deeply for repr."""
+    return repr(value)[:80] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
