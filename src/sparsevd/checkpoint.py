@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsevd import atomic
-from sparsevd.errors import CheckpointError, WriteError
+from sparsevd.errors import CheckpointError, SparseVDError, WriteError
 from sparsevd.json_object import is_whole, parse, shown
 from sparsevd.layers import SparseLayer
 
@@ -20,7 +20,7 @@ from sparsevd.layers import SparseLayer
 FORMATS = (1, 2)
 KEY = "sparsevd"  # of the description, in a file's metadata
 _MODEL, _OPTIMIZER, _HISTORY, _RNG = "model.", "optimizer.", "history.", "rng"
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _Kind = TypeVar("_Kind")
 
@@ -111,7 +111,7 @@ class Checkpoint:
         buffers = set(checkpoint.buffers)
         for name, tensor in checkpoint.model.items():
             # Training stops before it would write such a parameter. What a buffer holds is the network's own affair.
-            if name not in buffers and tensor.dtype in _FLOATING and not tensor.isfinite().all():
+            if name not in buffers and tensor.dtype in FLOATING and not tensor.isfinite().all():
                 raise _damaged(path, f"{name} holds NaN or infinity")
         return checkpoint
 
@@ -127,7 +127,7 @@ class Checkpoint:
         if not isinstance(owner, dict) or owner.get("of") != first:
             raise _damaged(path, f"layer {shown(name)} does not say which layer it is")
         prefixes = [f"{of}." if of else "" for of in (name, first)]
-        for parameter, types in (("weight", _FLOATING), ("log_sigma2", (torch.float32, torch.float64))):
+        for parameter, types in (("weight", FLOATING), ("log_sigma2", (torch.float32, torch.float64))):
             tensor, same = (self.model.get(prefix + parameter) for prefix in prefixes)
             if tensor is None:
                 raise _damaged(path, f"layer {shown(name)} lacks its {parameter}")
@@ -238,7 +238,14 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
     model.load_state_dict(tensors, strict=False)
 
 
-def check_fit(tensors: dict[str, Tensor], expected: dict[str, Tensor], sentence: str, *, exact: bool = False) -> None:
+def check_fit(
+    tensors: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    sentence: str,
+    *,
+    exact: bool = False,
+    error: type[SparseVDError] = CheckpointError,
+) -> None:
     """Refuse tensors that have other names, shapes or types than expected; floats may be of another size if not exact.
 
     `sentence` begins the error.
@@ -252,8 +259,8 @@ def check_fit(tensors: dict[str, Tensor], expected: dict[str, Tensor], sentence:
     }
     listed = "; ".join(f"{what}: {', '.join(keys[:5])}" for what, keys in problems.items() if keys)
     if listed:
-        raise CheckpointError(f"{sentence} ({listed})")
+        raise error(f"{sentence} ({listed})")
 
 
 def _fits(found: torch.dtype, expected: torch.dtype, exact: bool) -> bool:
-    return found is expected or (not exact and found in _FLOATING and expected in _FLOATING)
+    return found is expected or (not exact and found in FLOATING and expected in FLOATING)

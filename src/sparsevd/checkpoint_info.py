@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from sparsevd import functional, pack
-from sparsevd.checkpoint import Checkpoint, read_tensors, write_tensors
+from sparsevd.checkpoint import FLOATING, KEY, Checkpoint, read_tensors, write_tensors
 from sparsevd.errors import CheckpointError
 from sparsevd.layers import checked_threshold
 from sparsevd.run_folder import CHECKPOINT
 from sparsevd.summary import LayerSummary, ModelSummary, summarise_layer
 
 _KINDS = ("weight", "bias")
+# Torch cannot count the zeros of others, such as float8 and uint16.
+_COUNTED = (*FLOATING, torch.complex64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 
 
 def info(path: Path, threshold: float | None = None) -> ModelSummary:
@@ -21,18 +24,18 @@ def info(path: Path, threshold: float | None = None) -> ModelSummary:
         tensors, metadata = pack.unpack(pack.read(path), path), dict[str, str]()
     else:
         tensors, metadata = read_tensors(path)
-    if "sparsevd" in metadata:
-        checkpoint = Checkpoint.load(path)
+    if KEY in metadata:
+        checkpoint = Checkpoint.of(tensors, metadata, path)
         if checkpoint.layers:
             return _summary(checkpoint, threshold)
         tensors = checkpoint.model
     if threshold is not None:
         raise CheckpointError(f"{path} holds a plain network: it has no log α for a threshold to act on")
-    layers = [
-        summarise_layer(key.removesuffix(".weight"), "plain", tensor)
-        for key, tensor in tensors.items()
-        if key.split(".")[-1] == "weight" and tensor.ndim >= 2
-    ]
+    weights = {key: t for key, t in tensors.items() if key.split(".")[-1] == "weight" and t.ndim >= 2}
+    for key, tensor in weights.items():
+        if tensor.dtype not in _COUNTED:
+            raise CheckpointError(f"{path}: {key} is {tensor.dtype}, which is not supported; convert it to float32")
+    layers = [summarise_layer(key.removesuffix(".weight"), "plain", tensor) for key, tensor in weights.items()]
     if not layers:
         raise CheckpointError(f"{path} holds no weight of a Linear or Conv layer")
     return _totals(layers, tensors)

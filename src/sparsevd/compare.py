@@ -133,7 +133,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON ({error}); remove it to start anew") from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise FormatError(f"{path} does not hold a list of records; remove it to start anew")

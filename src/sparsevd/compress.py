@@ -5,23 +5,23 @@ The coarseness is chosen on examples of the training set (those that `train` hol
 """
 
 import copy
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from sparsevd import atomic, pack
+from sparsevd import atomic, json_object, pack
 from sparsevd.batches import Data, batches, size
-from sparsevd.checkpoint import Checkpoint, load_weights, read_tensors, write_tensors
+from sparsevd.checkpoint import KEY, Checkpoint, check_fit, load_weights, read_tensors, write_tensors
 from sparsevd.convert import prune, sparsify
 from sparsevd.errors import ArgumentError, CheckpointError, GraphError
 from sparsevd.evaluate import Evaluation, evaluate
 from sparsevd.graph import Graph, capture
-from sparsevd.layers import SparseLayer
+from sparsevd.layers import SPARSE_TYPES, SparseLayer
 from sparsevd.pack.container import FRAME, Packed
 from sparsevd.run import SUMMARY, RunConfig, build_model, load_data, split
 from sparsevd.run_folder import CHECKPOINT
@@ -157,16 +157,15 @@ def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
 
     Names of the user's own code are not taken from a file: what they name would be run.
     """
-    told: dict[str, object] = {}
+    told: dict[str, Any] = {}
+    seed = 0
     summary = path.parent / SUMMARY
     if summary.is_file():
-        try:
-            told = json.loads(summary.read_text(encoding="utf-8"))
-            seed = int(told["config"]["seed"])  # type: ignore[index]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{summary} is damaged ({error}); give --model and --data") from error
-    else:
-        seed = 0
+        told = json_object.read(summary, CheckpointError)
+        settings = told.get("config")
+        if not isinstance(settings, dict) or not json_object.is_whole(settings.get("seed"), 0, 2**31 - 1):
+            raise CheckpointError(f"{summary} does not say the seed of the run; remove it, and give --model and --data")
+        seed = settings["seed"]
     model, data = (
         given or (name if isinstance(name, str) and ":" not in name else None)
         for given, name in ((config.model, told.get("model")), (config.data, told.get("data")))
@@ -178,19 +177,21 @@ def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
 
 def load_model(path: Path, network: nn.Module) -> nn.Module:
     """The Sparse VD network of a checkpoint, or the plain one of another safetensors file."""
-    _, metadata = read_tensors(path)
-    if "sparsevd" not in metadata:
+    tensors, metadata = read_tensors(path)
+    if KEY not in metadata:
         load_weights(network, path)
         return network
-    checkpoint = Checkpoint.load(path)
+    checkpoint = Checkpoint.of(tensors, metadata, path)
     if checkpoint.layers:
+        modules = dict(network.named_modules(remove_duplicate=False))
+        unknown = [name for name in checkpoint.layers if type(modules.get(name)) not in SPARSE_TYPES]
+        if unknown:
+            raise CheckpointError(f"{path} belongs to another network: that has no layer {', '.join(unknown[:5])}")
         network = sparsify(network, include=list(checkpoint.layers), inplace=True)
         for name, layer in checkpoint.layers.items():
             network.get_submodule(name).threshold = layer["threshold"]
-    try:
-        network.load_state_dict(checkpoint.model)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} belongs to another network: {error}") from error
+    check_fit(checkpoint.model, dict(network.state_dict()), f"{path} belongs to another network")
+    network.load_state_dict(checkpoint.model)
     return network
 
 

@@ -4,17 +4,16 @@ The folder of a run says which network of the paper it is and which data it saw.
 and code is only run when it is named by the user: `model` is then needed, and `input_shape`.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd import pack
-from sparsevd.checkpoint import Checkpoint, read_tensors
+from sparsevd import json_object, pack
+from sparsevd.checkpoint import KEY, Checkpoint, check_fit, read_tensors
 from sparsevd.checkpoint_info import pruned_tensors
-from sparsevd.errors import ArgumentError, CheckpointError
+from sparsevd.errors import ArgumentError, CheckpointError, FormatError
 from sparsevd.graph import DTYPES, to_module
 from sparsevd.run import SUMMARY, build_model
 from sparsevd.run_folder import CHECKPOINT
@@ -50,23 +49,21 @@ def restore(
         return _from_model_file(path, threshold)
     file = path / CHECKPOINT if path.is_dir() else path
     tensors, metadata = read_tensors(file)
-    if "sparsevd" in metadata:
-        tensors = pruned_tensors(Checkpoint.load(file), threshold)
+    if KEY in metadata:
+        tensors = pruned_tensors(Checkpoint.of(tensors, metadata, file), threshold)
     elif threshold is not None:
         raise CheckpointError(f"{file} holds a plain network: it has no log α for a threshold to act on")
     told_model, told_data = _told(file.parent)
     known_shape, classes = _DATA.get(told_data or "", (None, 10))
+    # A file does not fit the network that the caller named, or is at odds with its own summary.
+    error = ArgumentError if model else CheckpointError
     model = model or told_model
     shape = input_shape or known_shape
     if model is None or shape is None:
         missing = [name for name, value in (("--model", model), ("--input-shape", shape)) if value is None]
         raise ArgumentError(f"{path} does not say all about its network; give {' and '.join(missing)}")
     network = build_model(model, classes).eval()
-    expected = network.state_dict()
-    wrong = [key for key in expected if key not in tensors or tensors[key].shape != expected[key].shape]
-    extra = [key for key in tensors if key not in expected]
-    if wrong or extra:
-        raise ArgumentError(f"{file} does not fit the network {model}: {', '.join([*wrong, *extra][:5])}")
+    check_fit(tensors, network.state_dict(), f"{file} does not fit the network {model}", error=error)
     network.load_state_dict(tensors)
     return Restored(network, torch.zeros(1, *shape))
 
@@ -85,9 +82,9 @@ def _from_model_file(path: Path, threshold: float | None) -> Restored:
 def _told(folder: Path) -> tuple[str | None, str | None]:
     """The network and the data that a run's summary names; names of the user's own code are not taken from a file."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        names = summary["model"], summary["data"]
-    except (OSError, ValueError, KeyError, TypeError):
+        summary = json_object.read(folder / SUMMARY)
+    except FormatError:  # a file of weights is enough if the caller names the rest
         return None, None
+    names = summary.get("model"), summary.get("data")
     model, data = (name if isinstance(name, str) and ":" not in name else None for name in names)
     return model, data

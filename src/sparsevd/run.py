@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsevd import atomic, data, kernels, lock, models
+from sparsevd import atomic, data, json_object, kernels, lock, models
 from sparsevd.batches import Augmented, Data, batches, checked, size
 from sparsevd.checkpoint import load_weights, write_tensors
 from sparsevd.convert import plan, prune, sparsify
@@ -37,6 +37,7 @@ from sparsevd.summary import ModelSummary, summary
 RUN = "run.json"
 PRUNED = "pruned.safetensors"
 SUMMARY = "summary.json"
+BEGUN = ("asked", "command", "begun", "versions", "machine")  # what run.json says
 PRETRAIN = "pretrain"
 FILES = (METRICS, SUMMARY, CHECKPOINT, PRUNED)
 _STATE = (CHECKPOINT, f"{PRETRAIN}/{CHECKPOINT}")
@@ -207,19 +208,18 @@ def _begin(config: RunConfig) -> dict[str, Any]:
     asked = {name: getattr(config, name) for name in names}
     asked["init_from"] = str(config.init_from) if config.init_from else None
     if config.resume and path.exists() and any((config.out / name).exists() for name in _STATE):
-        try:
-            begun = json.loads(path.read_text(encoding="utf-8"))
-            before = {name: begun["asked"][name] for name in asked}
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path} does not say how the run began ({error!r}); start in another folder") from error
+        begun = json_object.read(path)
+        before = begun.get("asked")
+        if not isinstance(before, dict) or not asked.keys() <= before.keys():
+            raise FormatError(f"{path} does not say how the run began; start in another folder")
         for name, value in asked.items():
             if before[name] != value:
                 option = f"--{name.replace('_', '-')}"
                 raise ArgumentError(
-                    f"{config.out} holds a run with {option} {before[name]}, not {value}; "
+                    f"{config.out} holds a run with {option} {json_object.shown(before[name])}, not {value}; "
                     "give the same to go on with it, or another folder (--out)"
                 )
-        return dict(begun)
+        return {name: begun.get(name) for name in BEGUN}
     begun = {
         "asked": asked,
         "command": " ".join(["sparsevd", *sys.argv[1:]]),
