@@ -247,22 +247,6 @@ def test_a_damaged_cache_is_fetched_anew(tmp_path):
     assert victim.read_bytes() == files["t10k-labels-idx1-ubyte"]
 
 
-def test_a_crawling_mirror_is_given_up(monkeypatch):
-    monkeypatch.setattr(download, "SECONDS_TO_ANSWER", 0.2)
-    monkeypatch.setattr(download, "SLOWEST", 10**12)
-
-    class Slow(io.BytesIO):
-        headers: dict[str, str] = {}
-
-        def read(self, size=-1):
-            time.sleep(0.25)
-            return b"x"
-
-    monkeypatch.setattr("urllib.request.urlopen", lambda url, timeout: Slow())
-    with pytest.raises(DataError, match="too slow"):
-        download.http_get("http://127.0.0.1/")
-
-
 def test_archive_mirror():
     files = cifar_files("cifar10")
     buffer = io.BytesIO()

@@ -52,6 +52,7 @@ ORDER = [
     "recipes",
     "baselines",
     "models",
+    "transfer",
     "download",
     "data",
     "run",

@@ -164,7 +164,7 @@ def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
         told = json_object.read(summary, CheckpointError)
         settings = told.get("config")
         if not isinstance(settings, dict) or not json_object.is_whole(settings.get("seed"), 0, 2**31 - 1):
-            raise CheckpointError(f"{summary} does not say the seed of the run; remove it, and give --model and --data")
+            raise CheckpointError(f"{summary} is damaged: it lacks the seed. Remove it, and give --model and --data")
         seed = settings["seed"]
     model, data = (
         given or (name if isinstance(name, str) and ":" not in name else None)
