@@ -1,3 +1,9 @@
+import json
+import struct
+import time
+import zlib
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,8 +14,11 @@ from torch import nn
 import sparsevd
 from sparsevd.checkpoint import DTYPES, Checkpoint, little_endian, load_weights, read_tensors, write_tensors
 from sparsevd.checkpoint_info import info, prune_file
-from sparsevd.errors import CheckpointError, SparseVDError, WriteError
+from sparsevd.errors import CheckpointError, FormatError, SparseVDError, WriteError
+from sparsevd.history import EpochMetrics, History
 from sparsevd.layers import INITIAL_LOG_SIGMA2
+from sparsevd.optimizer import BoundAdam
+from sparsevd.run_folder import RunFolder, State
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +180,343 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         load_weights(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), tmp_path / "f")
     with pytest.raises(CheckpointError, match=r"not in the model: 0.bias"):
         load_weights(nn.Linear(3, 2), tmp_path / "f")
+
+
+CONFIG = sparsevd.FitConfig(epochs=3, drop_from=0.3, warm_up_end=0.1, drop_patience=2)
+SETTINGS = {**asdict(CONFIG), "n_train": 20}
+DATA = (torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)
+
+
+def small_model():
+    torch.manual_seed(0)
+    return sparsevd.sparsify(nn.Linear(3, 2))
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    """The folder of a run of three epochs that has done two, as if it had been killed then."""
+    folder = tmp_path_factory.mktemp("run")
+
+    class Killed(Exception):
+        pass
+
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        if calls == 3:
+            raise Killed
+        return nn.functional.cross_entropy(output, target)
+
+    with pytest.raises(Killed):
+        sparsevd.fit(small_model(), DATA, DATA, CONFIG, loss=loss, run_dir=folder, progress=False)
+    return folder
+
+
+def copied(folder, to):
+    for path in folder.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    return Checkpoint.load(to / "checkpoint.safetensors")
+
+
+def generator_state(left, following):
+    """A state of torch's generator with these two counters, which torch itself accepts."""
+    state = torch.Generator().get_state()
+    content = bytearray(state.numpy().tobytes())
+    struct.pack_into("<iiQ", content, 8, left, 1, following)
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def changed(part, **values):
+    """A change of entries of the checkpoint's progress, by the name of the dictionary there."""
+    return lambda checkpoint: checkpoint.progress[part].update(values)
+
+
+def number(name, row, value):
+    """A change of one number of the history."""
+
+    def change(checkpoint):
+        columns = [column for column in vars(EpochMetrics(*[0] * 12)) if column != "alive"]
+        checkpoint.history["numbers"][row, columns.index(name)] = value
+
+    return change
+
+
+def slot(name, value):
+    def change(checkpoint):
+        if value is None:
+            del checkpoint.optimizer[name]
+        else:
+            checkpoint.optimizer[name] = value
+
+    return change
+
+
+def tensor(name, value):
+    return lambda checkpoint: checkpoint.model.update({name: value})
+
+
+DAMAGES = {
+    "epoch beyond the run": (changed("state", epoch=4), "epoch 4"),
+    "epoch without history": (changed("state", epoch=1), "history of 2"),
+    "negative epoch": (changed("state", epoch=-1), "epoch -1"),
+    "a truth value for a number": (changed("state", epoch=True), "epoch True"),
+    "batch outside an epoch": (changed("state", batch=1, seen=10), "inside an epoch"),
+    "negative examples": (changed("state", seen=-5), "seen -5"),
+    "more batches than examples": (changed("state", batch=9, seen=5), "batch 9"),
+    "huge integer": (changed("state", seen=10**300), "seen 1000"),
+    "more wrong than seen": (changed("state", wrong=3), "wrong 3"),
+    "loss of text": (changed("state", loss="0.0"), "loss '0.0'"),
+    "loss not a number": (changed("state", loss=float("nan")), "loss nan"),
+    "negative time": (changed("state", seconds=-1.0), "seconds -1.0"),
+    "state with more": (changed("state", other=1), "has not exactly"),
+    "no settings": (lambda checkpoint: checkpoint.progress.update(settings=[1]), "settings are a list"),
+    "no state": (lambda checkpoint: checkpoint.progress.update(state=None), "state is None"),
+    "other settings": (changed("settings", epochs=30), "epochs: 30 then, 3 now"),
+    "settings of a wrong type": (changed("settings", seed=False), "seed: False then, 0 now"),
+    "nested settings": (changed("settings", seed=[[[[0]]]]), "seed: a list then"),
+    "history of layers": (lambda checkpoint: checkpoint.progress.update(history_layers="ab"), "list of names"),
+    "history of more layers": (lambda checkpoint: checkpoint.progress.update(history_layers=["", "b"]), "alive"),
+    "history missing": (lambda checkpoint: checkpoint.history.pop("known"), "known are missing"),
+    "history of half numbers": (
+        lambda checkpoint: checkpoint.history.update(numbers=checkpoint.history["numbers"].half()),
+        "torch.float16",
+    ),
+    "history: loss not a number": (number("train_loss", 1, float("nan")), "epoch 2 of its history has train_loss nan"),
+    "history: epochs in another order": (number("epoch", 0, 2.0), "epoch 1 of its history has epoch 2"),
+    "history: half a weight": (number("dropped", 0, 0.5), "dropped 0.5"),
+    "history: error above 100 %": (number("train_error", 0, 101.0), "train_error 101"),
+    "history: fewer than no units": (lambda checkpoint: checkpoint.history["alive"].fill_(-1), "fewer than no units"),
+    "weight not a number": (tensor("weight", torch.full((2, 3), float("nan"))), "weight holds NaN or infinity"),
+    "weight of another shape": (tensor("weight", torch.zeros(3, 2)), "a weight of shape"),
+    "weight of another type": (tensor("weight", torch.zeros(2, 3, dtype=torch.float64)), "of another type: weight"),
+    "weight of integers": (tensor("weight", torch.zeros(2, 3, dtype=torch.int64)), "torch.int64"),
+    "bias of another shape": (tensor("bias", torch.zeros(3)), r"bias \(3,\) for \(2,\)"),
+    "log σ² of another shape": (tensor("log_sigma2", torch.zeros(1, 3)), "log σ²"),
+    "log σ² of integers": (tensor("log_sigma2", torch.zeros(2, 3, dtype=torch.int32)), "log_sigma2"),
+    "log σ² missing": (lambda checkpoint: checkpoint.model.pop("log_sigma2"), "lacks its log_sigma2"),
+    "bias missing": (lambda checkpoint: checkpoint.model.pop("bias"), "missing: bias"),
+    "one tensor more": (tensor("more", torch.zeros(2)), "not in the model: more"),
+    "another threshold": (lambda checkpoint: checkpoint.layers[""].update(threshold=2.0), "thresholds"),
+    "threshold of text": (lambda checkpoint: checkpoint.layers[""].update(threshold="3"), "threshold"),
+    "threshold not a number": (lambda checkpoint: checkpoint.layers[""].update(threshold=float("nan")), "threshold"),
+    "layer of a list": (lambda checkpoint: checkpoint.layers[""].update(of=[]), "which layer it is"),
+    "step negative": (slot("weight/step", torch.tensor(-1.0)), "weight/step"),
+    "step not a number": (slot("weight/step", torch.tensor(float("nan"))), "weight/step"),
+    "step infinite": (slot("weight/step", torch.tensor(float("inf"))), "weight/step"),
+    "step and a half": (slot("weight/step", torch.tensor(1.5)), "weight/step"),
+    "step of a wrong shape": (slot("weight/step", torch.ones(2, 3)), "weight/step"),
+    "step of a wrong type": (slot("weight/step", torch.tensor(2)), "weight/step"),
+    "step missing": (slot("weight/step", None), "weight lacks Adam's step"),
+    "moment missing": (slot("bias/exp_avg_sq", None), "bias lacks Adam's exp_avg_sq"),
+    "moment of a wrong type": (slot("bias/exp_avg", torch.zeros(2, dtype=torch.float64)), "bias/exp_avg"),
+    "moment not a number": (slot("bias/exp_avg", torch.full((2,), float("nan"))), "bias/exp_avg"),
+    "square below zero": (slot("bias/exp_avg_sq", torch.tensor([1.0, -1.0])), "bias/exp_avg_sq"),
+    "another slot": (slot("bias/other", torch.zeros(2)), "bias/other"),
+    "slot of no parameter": (slot("nothing/step", torch.tensor(1.0)), "no parameter 'nothing'"),
+    "all slots missing": (lambda checkpoint: checkpoint.optimizer.clear(), "lacks Adam's"),
+    "patience exceeded": (
+        slot("log_sigma2/epochs_above", torch.full((2, 3), 3, dtype=torch.int16)),
+        "log_sigma2/epochs_above",
+    ),
+    "patience of a wrong type": (slot("log_sigma2/epochs_above", torch.ones(2, 3)), "log_sigma2/epochs_above"),
+    "patience of a weight": (slot("weight/epochs_above", torch.ones(2, 3, dtype=torch.int16)), "weight/epochs_above"),
+    "generator too short": (lambda checkpoint: setattr(checkpoint, "rng", torch.zeros(9, dtype=torch.uint8)), "random"),
+    "generator of floats": (lambda checkpoint: setattr(checkpoint, "rng", torch.zeros(5056)), "random"),
+    "generator of zeros": (
+        lambda checkpoint: setattr(checkpoint, "rng", torch.zeros(5056, dtype=torch.uint8)),
+        "random",
+    ),
+    "generator past its end": (lambda checkpoint: setattr(checkpoint, "rng", generator_state(624, 624)), "random"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, two_epochs, damage):
+    checkpoint = copied(two_epochs, tmp_path)
+    change, message = DAMAGES[damage]
+    change(checkpoint)
+    checkpoint.save(tmp_path / "checkpoint.safetensors")
+    model = small_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = BoundAdam(model, CONFIG.learning_rate)
+    with pytest.raises(CheckpointError, match=message) as error:
+        RunFolder(tmp_path, SETTINGS).restore(model, optimizer)
+    assert str(tmp_path) in str(error.value)
+    assert isinstance(error.value, FormatError)
+    assert not optimizer.state
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_states_of_the_generator_that_occur_are_accepted(tmp_path, two_epochs):
+    for draws in (0, 1, 2, 623, 624, 625, 1248, 5000):
+        checkpoint = copied(two_epochs, tmp_path)
+        generator = torch.Generator().manual_seed(3)
+        torch.rand(draws, generator=generator)
+        checkpoint.rng = generator.get_state()
+        checkpoint.save(tmp_path / "checkpoint.safetensors")
+        model = small_model()
+        RunFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "[" * 100_000,
+        '{"format": ' + "[" * 100_000,
+        "null",
+        "[]",
+        "",
+        '{"format": true}',
+        '{"format": 2}',
+        '{"format": 3}',
+        '{"format": 2, "layers": [], "buffers": [], "progress": {}}',
+        '{"format": 2, "layers": {}, "buffers": {}, "progress": {}}',
+        '{"format": 2, "layers": {}, "buffers": [1], "progress": {}}',
+        '{"format": 2, "layers": {}, "buffers": [], "progress": []}',
+        '{"format": 2, "layers": {"a": 3}, "buffers": [], "progress": {}}',
+        '{"format": 2, "layers": {"a": {"type": "x", "threshold": 3.0, "of": "a"}}, "buffers": [], "progress": {}}',
+        '{"format": ' + "9" * 10_000 + "}",
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_description_that_is_none_is_refused(tmp_path, description):
+    write_tensors(tmp_path / "c", {"model.weight": torch.zeros(2, 3)}, {"sparsevd": description})
+    for read in (Checkpoint.load, info, lambda path: load_weights(nn.Linear(3, 2), path)):
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
+            read(tmp_path / "c")
+
+
+def test_a_run_whose_data_has_become_smaller_is_not_resumed(tmp_path, two_epochs):
+    checkpoint = copied(two_epochs, tmp_path)
+    checkpoint.progress["state"].update(batch=5, seen=500)
+    checkpoint.rng = torch.get_rng_state()
+    checkpoint.save(tmp_path / "checkpoint.safetensors")
+    with pytest.raises(CheckpointError, match="after batch 5, but an epoch of train has only 1"):
+        sparsevd.fit(small_model(), DATA, DATA, CONFIG, run_dir=tmp_path, resume=True, progress=False)
+
+
+def test_weights_of_another_kind_are_refused_and_of_another_precision_taken(tmp_path):
+    write_tensors(tmp_path / "half", {"weight": torch.ones(2, 3).half(), "bias": torch.ones(2).double()})
+    model = nn.Linear(3, 2)
+    load_weights(model, tmp_path / "half")
+    assert model.weight.dtype is torch.float32
+    assert (model.weight == 1).all()
+    write_tensors(tmp_path / "wrong", {"weight": torch.zeros(2, 3, dtype=torch.complex64), "bias": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="of another type: weight torch.complex64 for torch.float32"):
+        load_weights(model, tmp_path / "wrong")
+    write_tensors(tmp_path / "eight", {"weight": torch.zeros(2, 3).to(torch.float8_e5m2)})
+    with pytest.raises(CheckpointError, match="torch.float8_e5m2, which is not supported"):
+        info(tmp_path / "eight")
+
+
+def as_format_1(folder):
+    """What the first format wrote for the same run."""
+    checkpoint = Checkpoint.load(folder / "checkpoint.safetensors")
+    model = small_model()
+    state, _ = RunFolder(folder, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    progress = {"settings": checkpoint.progress["settings"], "state": dict(checkpoint.progress["state"])}
+    progress["state"]["history"] = [asdict(metrics) for metrics in state.history]
+    about = {"format": 1, "layers": checkpoint.layers, "buffers": checkpoint.buffers, "progress": progress}
+    tensors = {f"model.{key}": value for key, value in checkpoint.model.items()}
+    tensors |= {f"optimizer.{key}": value for key, value in checkpoint.optimizer.items()}
+    write_tensors(folder / "checkpoint.safetensors", tensors, {"sparsevd": json.dumps(about)})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_runs_of_both_formats_go_on_to_the_same_bits(tmp_path, two_epochs, version):
+    unbroken = small_model()
+    history = sparsevd.fit(unbroken, DATA, DATA, CONFIG, run_dir=tmp_path / "unbroken", progress=False)
+    copied(two_epochs, tmp_path)
+    if version == 1:
+        as_format_1(tmp_path)
+    model = small_model()
+    resumed = sparsevd.fit(model, DATA, DATA, CONFIG, run_dir=tmp_path, resume=True, progress=False)
+    assert all(torch.equal(unbroken.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert [replace(m, seconds=0.0) for m in resumed] == [replace(m, seconds=0.0) for m in history]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [asdict(metrics) for metrics in resumed]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: None,
+        lambda lines: b"",
+        lambda lines: lines[0],
+        lambda lines: lines[0] + lines[1][:20],
+        lambda lines: lines[0] + lines[1] + lines[1][:20],
+        lambda lines: lines[0][:-5] + b"9999}\n" + lines[1],
+        lambda lines: lines[1] + lines[0],
+        lambda lines: b"\xff" * 10_000,
+    ],
+    ids=["gone", "empty", "a line less", "torn", "too long", "changed", "swapped", "garbage"],
+)
+def test_metrics_are_put_right_from_the_checkpoint(tmp_path, two_epochs, damage):
+    copied(two_epochs, tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    damaged = damage(whole.splitlines(keepends=True))
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
+    model = small_model()
+    RunFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    assert path.read_bytes() == whole
+
+
+def test_metrics_are_not_written_through_a_link(tmp_path, two_epochs):
+    copied(two_epochs, tmp_path)
+    (tmp_path / "target").write_bytes((tmp_path / "metrics.jsonl").read_bytes())
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "target")
+    before = (tmp_path / "target").read_bytes()
+    sparsevd.fit(small_model(), DATA, DATA, CONFIG, run_dir=tmp_path, resume=True, progress=False)
+    assert (tmp_path / "target").read_bytes() == before
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_long_history_is_resumed_and_saved_in_under_a_second(tmp_path, two_epochs):
+    """100,000 epochs, as a run leaves them."""
+    checkpoint = copied(two_epochs, tmp_path)
+    epochs = 100_000
+    model = small_model()
+    state, _ = RunFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    rows = {name: part[:1].repeat(epochs, *[1] * (part.ndim - 1)) for name, part in state.history.tensors().items()}
+    rows["numbers"][:, 0] = torch.arange(1, epochs + 1)
+    history = History(rows["numbers"], rows["known"], rows["alive"], state.history.layers)
+    first = state.history[0].line()
+    lines = [first.replace(b'"epoch": 1,', b'"epoch": %d,' % epoch) for epoch in range(1, epochs + 1)]
+    text = b"".join(lines)
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    assert lines[-1] == history[-1].line()
+    checkpoint.history = history.tensors()
+    checkpoint.progress["state"]["epoch"] = epochs
+    checkpoint.progress["settings"]["epochs"] = epochs + 2
+    checkpoint.progress["metrics"] = [epochs, len(text), zlib.crc32(text)]
+    checkpoint.save(tmp_path / "checkpoint.safetensors")
+
+    optimizer = BoundAdam(model, CONFIG.learning_rate)
+    folder = RunFolder(tmp_path, SETTINGS | {"epochs": epochs + 2})
+    begun = time.process_time()
+    state, _ = folder.restore(model, optimizer)
+    assert time.process_time() - begun < 1
+    begun = time.process_time()
+    more = state.history.add(replace(history[-1], epoch=epochs + 1))
+    folder.save(model, optimizer, State(epoch=epochs + 1, history=more))
+    assert time.process_time() - begun < 1
+    assert (tmp_path / "metrics.jsonl").read_bytes() == text + more[-1].line()
+
+
+def test_a_history_is_a_sequence_of_epochs():
+    plain = EpochMetrics(1, 0.1, 1.0, 0.5, None, None, None, None, None, float("inf"), 2.0, 1.5)
+    sparse = replace(plain, kl=3.0, alive={"a": [1, 2], "b": [3, 4]}, dropped=7)
+    for metrics in (plain, sparse):
+        history = History.empty().add(metrics).add(replace(metrics, epoch=2))
+        assert list(history) == [metrics, replace(metrics, epoch=2)]
+        assert history[-1].epoch == history[1].epoch == 2
+        assert history[:1] == [metrics]
+        with pytest.raises(IndexError):
+            history[2]
+    assert not History.empty()

@@ -105,49 +105,51 @@ class Checkpoint:
             format=version,
         )
         if not all(isinstance(name, str) for name in checkpoint.buffers):
-            raise _damaged(path, "its buffers are not all names")
-        for name in checkpoint.layers:
-            checkpoint._check_layer(name, path)
+            raise CheckpointError.damaged(path, "its buffers are not all names")
         buffers = set(checkpoint.buffers)
         for name, tensor in checkpoint.model.items():
             # Training stops before it would write such a parameter. What a buffer holds is the network's own affair.
             if name not in buffers and tensor.dtype in FLOATING and not tensor.isfinite().all():
-                raise _damaged(path, f"{name} holds NaN or infinity")
+                raise CheckpointError.damaged(path, f"{name} holds NaN or infinity")
+        for name in checkpoint.layers:
+            checkpoint._check_layer(name, path)
         return checkpoint
 
     def _check_layer(self, name: str, path: Path) -> None:
         layer = self.layers[name]
         if not isinstance(layer, dict) or not isinstance(layer.get("type"), str):
-            raise _damaged(path, f"layer {shown(name)} lacks its type")
+            raise CheckpointError.damaged(path, f"layer {shown(name)} lacks its type")
         threshold = layer.get("threshold")
         if not isinstance(threshold, float) or math.isnan(threshold):
-            raise _damaged(path, f"layer {shown(name)} lacks its threshold")
+            raise CheckpointError.damaged(path, f"layer {shown(name)} lacks its threshold")
         first = layer.get("of")
         owner = self.layers.get(first) if isinstance(first, str) else None
         if not isinstance(owner, dict) or owner.get("of") != first:
-            raise _damaged(path, f"layer {shown(name)} does not say which layer it is")
+            raise CheckpointError.damaged(path, f"layer {shown(name)} does not say which layer it is")
         prefixes = [f"{of}." if of else "" for of in (name, first)]
         for parameter, types in (("weight", FLOATING), ("log_sigma2", (torch.float32, torch.float64))):
             tensor, same = (self.model.get(prefix + parameter) for prefix in prefixes)
             if tensor is None:
-                raise _damaged(path, f"layer {shown(name)} lacks its {parameter}")
+                raise CheckpointError.damaged(path, f"layer {shown(name)} lacks its {parameter}")
             if tensor.dtype not in types or tensor.ndim < 2:
-                raise _damaged(path, f"the {parameter} of layer {shown(name)} is {tensor.dtype} {tuple(tensor.shape)}")
+                raise CheckpointError.damaged(
+                    path, f"the {parameter} of layer {shown(name)} is {tensor.dtype} {tuple(tensor.shape)}"
+                )
             if same is None or tensor.dtype is not same.dtype or not torch.equal(tensor, same):
-                raise _damaged(path, f"layer {shown(name)} is the same as {shown(first)} but has another {parameter}")
+                raise CheckpointError.damaged(
+                    path, f"layer {shown(name)} is the same as {shown(first)} but has another {parameter}"
+                )
         shapes = [tuple(self.model[prefixes[0] + parameter].shape) for parameter in ("weight", "log_sigma2")]
         if shapes[0] != shapes[1]:
-            raise _damaged(path, f"layer {shown(name)} has a weight of shape {shapes[0]} and a log σ² of {shapes[1]}")
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {what}. Use a backup of it, or train again")
+            raise CheckpointError.damaged(
+                path, f"layer {shown(name)} has a weight of shape {shapes[0]} and a log σ² of {shapes[1]}"
+            )
 
 
 def _entry(about: dict[str, Any], name: str, kind: type[_Kind], path: Path) -> _Kind:
     value = about.get(name)
     if not isinstance(value, kind):
-        raise _damaged(path, f"its description has {name} {shown(value)}")
+        raise CheckpointError.damaged(path, f"its description has {name} {shown(value)}")
     return value
 
 

@@ -25,6 +25,8 @@ logger = logging.getLogger("sparsevd")
 
 Pair = tuple[Tensor, Tensor]
 
+MOST_LABELS = 50_000  # in one file of CIFAR
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -113,8 +115,11 @@ def _find(root: Path, dataset: DataSet) -> dict[str, bytes] | None:
 
 def _existing(path: Path) -> Path | None:
     for candidate in (path, path.with_name(path.name + ".gz")):
-        if candidate.is_file():
-            return candidate
+        try:
+            if candidate.is_file():
+                return candidate
+        except OSError as error:  # a folder that may not be looked into
+            raise DataError(f"{candidate} cannot be read ({error.strerror})") from error
     return None
 
 
@@ -127,12 +132,13 @@ def _read(
 ) -> bytes:
     if path is None:
         raise DataError(f"{expected} is missing beside the other files of its data set")
-    if path.stat().st_size > LARGEST:
-        raise DataError(f"{path} has {path.stat().st_size:,} bytes, more than any file of this data set")
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error})") from error
+    if len(content) > LARGEST:
+        raise DataError(f"{path} has more than {LARGEST:,} bytes, more than any file of this data set")
     if path.suffix == ".gz":
         content = gunzip(content, str(path))
     if rebuild:
@@ -236,6 +242,8 @@ def rebuild_cifar(label_keys: tuple[str, ...]) -> Callable[[bytes, Path], bytes]
             for opcode, argument, _ in pickletools.genops(content):
                 if isinstance(argument, int) and opcode.name.startswith("BININT") and key in numbers:
                     numbers[key].append(argument)
+                    if len(numbers[key]) > MOST_LABELS:
+                        raise ValueError(f"more than {MOST_LABELS:,} labels")
                 elif isinstance(argument, str | bytes) and "PUT" not in opcode.name and "GET" not in opcode.name:
                     text = argument if isinstance(argument, bytes) else argument.encode("latin-1", "replace")
                     key = text.decode("latin-1") if len(text) < 32 else ""

@@ -1,5 +1,7 @@
 """The errors a user can cause. Each says what happened, with which value, and what to do."""
 
+from pathlib import Path
+
 
 class SparseVDError(Exception):
     """The parent of every error that this package raises on purpose."""
@@ -31,6 +33,10 @@ class FormatError(SparseVDError, ValueError):
 
 class CheckpointError(FormatError):
     """A checkpoint is missing, damaged, or belongs to another run."""
+
+    @classmethod
+    def damaged(cls, path: Path, what: str) -> "CheckpointError":
+        return cls(f"{path} is damaged: {what}. Use a backup of it, or train again")
 
 
 class WriteError(SparseVDError):

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from types import NoneType
 from typing import Any, overload
 
@@ -154,13 +155,13 @@ class History(Sequence[EpochMetrics]):
             yield EpochMetrics(*values)
 
 
-def from_tensors(tensors: dict[str, Tensor], layers: object, source: str) -> History:
-    """The history of a checkpoint, checked; `source` begins the sentence of an error."""
+def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path) -> History:
+    """The history of a checkpoint, checked; `path` is where it comes from."""
     if layers is not None and not (isinstance(layers, list) and all(isinstance(name, str) for name in layers)):
-        raise CheckpointError(f"{source}: the layers of its history are no list of names")
+        raise CheckpointError.damaged(path, "the layers of its history are no list of names")
     names = tuple(layers) if layers is not None else None
     if names is not None and len(set(names)) < len(names):
-        raise CheckpointError(f"{source}: a layer of its history has several entries")
+        raise CheckpointError.damaged(path, "a layer of its history has several entries")
     expected = History.empty(names).tensors()
     epochs = len(tensors["numbers"]) if "numbers" in tensors and tensors["numbers"].ndim else 0
     for name, like in expected.items():
@@ -168,38 +169,37 @@ def from_tensors(tensors: dict[str, Tensor], layers: object, source: str) -> His
         found = tensors.get(name)
         if found is None or found.dtype is not like.dtype or tuple(found.shape) != shape:
             actual = "missing" if found is None else f"{found.dtype} {tuple(found.shape)}"
-            raise CheckpointError(f"{source}: its history's {name} are {actual} instead of {like.dtype} {shape}")
+            raise CheckpointError.damaged(path, f"its history's {name} are {actual} instead of {like.dtype} {shape}")
     if (tensors["known"].view(torch.uint8) > 1).any():
-        raise CheckpointError(f"{source}: its history's known are not all true or false")
-    return _checked(History(tensors["numbers"], tensors["known"], tensors["alive"], names), source)
+        raise CheckpointError.damaged(path, "its history's known are not all true or false")
+    return _checked(History(tensors["numbers"], tensors["known"], tensors["alive"], names), path)
 
 
-def from_entries(entries: object, source: str) -> History:
+def from_entries(entries: object, path: Path) -> History:
     """The history as format 1 has it: a list of objects, one for each epoch."""
     if not isinstance(entries, list):
-        raise CheckpointError(f"{source}: its history is a {type(entries).__name__} instead of a list")
+        raise CheckpointError.damaged(path, f"its history is a {type(entries).__name__} instead of a list")
     names = {*_COLUMNS, "alive"}
     for epoch, entry in enumerate(entries, 1):
         if not isinstance(entry, dict) or not names - _DEFAULTS <= entry.keys() <= names:
-            raise CheckpointError(f"{source}: epoch {epoch} of its history does not hold an epoch's metrics")
+            raise CheckpointError.damaged(path, f"epoch {epoch} of its history does not hold an epoch's metrics")
     # By columns, and mostly without a loop in Python: there may be 100,000 epochs.
     numbers, known = [], []
     for name in _COLUMNS:
         column = [entry.get(name) for entry in entries]
         allowed = {int, NoneType} if name in _INTEGERS else {float, int, NoneType}
         if not set(map(type, column)) <= allowed or any(type(n) is int and abs(n) > LARGEST_INTEGER for n in column):
-            raise CheckpointError(f"{source}: a {name} of its history is not a number such as training writes")
+            raise CheckpointError.damaged(path, f"a {name} of its history is not a number such as training writes")
         numbers.append(torch.tensor([math.nan if number is None else number for number in column], dtype=torch.float64))
         known.append(torch.tensor([number is not None for number in column], dtype=torch.bool))
     counts = [entry.get("alive") for entry in entries]
     layers = tuple(counts[0]) if counts and isinstance(counts[0], dict) else None
     alive = [_counts(epoch, layers) for epoch in counts]
     if None in alive:
-        raise CheckpointError(
-            f"{source}: epoch {1 + alive.index(None)} of its history does not count each layer's units"
-        )
+        epoch = 1 + alive.index(None)
+        raise CheckpointError.damaged(path, f"epoch {epoch} of its history does not count each layer's units")
     table = torch.tensor(alive, dtype=torch.int64).reshape(len(entries), len(layers or ()), 2)
-    return _checked(History(torch.stack(numbers, 1), torch.stack(known, 1), table, layers), source)
+    return _checked(History(torch.stack(numbers, 1), torch.stack(known, 1), table, layers), path)
 
 
 def _counts(alive: Any, layers: tuple[str, ...] | None) -> list[list[int]] | None:
@@ -213,7 +213,7 @@ def _counts(alive: Any, layers: tuple[str, ...] | None) -> list[list[int]] | Non
     return pairs if valid else None
 
 
-def _checked(history: History, source: str) -> History:
+def _checked(history: History, path: Path) -> History:
     """Every number is one that training can have written; only the first that is not is named."""
     parts = history.tensors()
     for column, name in enumerate(_COLUMNS):
@@ -231,7 +231,7 @@ def _checked(history: History, source: str) -> History:
         if bad.any():
             row = int(bad.nonzero()[0])
             value = numbers[row].item() if known[row] else None
-            raise CheckpointError(f"{source}: epoch {row + 1} of its history has {name} {value}")
+            raise CheckpointError.damaged(path, f"epoch {row + 1} of its history has {name} {value}")
     if (parts["alive"] < 0).any():
-        raise CheckpointError(f"{source}: its history counts fewer than no units")
+        raise CheckpointError.damaged(path, "its history counts fewer than no units")
     return history

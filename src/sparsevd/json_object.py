@@ -15,11 +15,15 @@ def parse(text: str | bytes, source: str, error: type[FormatError] = FormatError
     try:
         value = json.loads(text)
     except ValueError as problem:  # also bytes that are no text, and integers of thousands of digits
-        raise error(f"{source} is not JSON ({problem})") from problem
+        raise error(f"{source} is not JSON ({problem}); use a backup of it, or remove it") from problem
     except RecursionError as problem:
-        raise error(f"{source} is not JSON that sparsevd writes: it is nested too deeply") from problem
+        raise error(
+            f"{source} is not JSON that sparsevd writes: it is nested too deeply; use a backup of it, or remove it"
+        ) from problem
     if not isinstance(value, dict):
-        raise error(f"{source} holds a JSON {type(value).__name__} where an object is expected")
+        raise error(
+            f"{source} holds a JSON {type(value).__name__} instead of an object; use a backup of it, or remove it"
+        )
     return value
 
 

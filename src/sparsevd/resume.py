@@ -1,6 +1,7 @@
 """What a checkpoint must hold for training to go on from it. Everything is checked before anything is changed."""
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +27,16 @@ def layers_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-def check_model(checkpoint: Checkpoint, model: nn.Module, source: str) -> None:
-    """The checkpoint's tensors are those of this very network; `source` begins the sentence of an error."""
-    check_fit(checkpoint.model, model.state_dict(), f"{source} belongs to another network", exact=True)
+def check_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
+    """The checkpoint's tensors are those of this very network."""
+    check_fit(checkpoint.model, model.state_dict(), f"{path} belongs to another network", exact=True)
     if checkpoint.layers != layers_of(model):
         raise CheckpointError(
-            f"{source} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
+            f"{path} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
         )
 
 
-def check_optimizer(checkpoint: Checkpoint, model: nn.Module, patience: int, begun: bool, source: str) -> None:
+def check_optimizer(checkpoint: Checkpoint, model: nn.Module, patience: int, begun: bool, path: Path) -> None:
     """Adam's numbers are whole, and such as training writes them.
 
     A parameter that the network does not use has none. Those of a Sparse VD layer have them once training has begun:
@@ -50,15 +51,15 @@ def check_optimizer(checkpoint: Checkpoint, model: nn.Module, patience: int, beg
         name, _, slot = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None:
-            raise CheckpointError(f"{source} is damaged: no parameter {shown(name)} for its optimizer state")
+            raise CheckpointError.damaged(path, f"no parameter {shown(name)} for its optimizer state")
         known = _ADAM | {EPOCHS_ABOVE} if id(parameter) in noise else _ADAM
         if slot not in known or not _is_valid(slot, value, parameter, patience):
-            raise CheckpointError(f"{source} is damaged: {shown(key)} is no state that Adam can have for it")
+            raise CheckpointError.damaged(path, f"{shown(key)} is no state that Adam can have for it")
         found.setdefault(name, set()).add(slot)
     for name, parameter in parameters.items():
         missing = _ADAM - found.get(name, set())
         if missing and (name in found or (parameter.requires_grad and id(parameter) in never_missing)):
-            raise CheckpointError(f"{source} is damaged: {name} lacks Adam's {', '.join(sorted(missing))}")
+            raise CheckpointError.damaged(path, f"{name} lacks Adam's {', '.join(sorted(missing))}")
 
 
 def _is_valid(slot: str, value: Tensor, parameter: Tensor, patience: int) -> bool:
@@ -77,21 +78,21 @@ def _is_valid(slot: str, value: Tensor, parameter: Tensor, patience: int) -> boo
     return bool((value >= 0).all())  # a square may be infinite; the step is zero then
 
 
-def check_generator(rng: Tensor, source: str) -> None:
+def check_generator(rng: Tensor, path: Path) -> None:
     """The state is one that torch's generator can have: torch itself takes some that make it read past their end."""
-    problem = f"{source} is damaged: the state of its random numbers is none that torch can have"
+    damaged = CheckpointError.damaged(path, "the state of its random numbers is none that torch can have")
     plain = torch.Generator().get_state()
     if rng.dtype is not plain.dtype or rng.shape != plain.shape:
-        raise CheckpointError(problem)
+        raise damaged
     # The seed, how many numbers are left before new ones are made, whether there is a seed, and which number is next.
     _, left, seeded, following = struct.unpack_from("<QiiQ", rng.numpy().tobytes())
     unused = left == 1 and following == 0
     if seeded != 1 or not (unused or (1 <= left <= _MERSENNE_TWISTER and left + following == _MERSENNE_TWISTER + 1)):
-        raise CheckpointError(problem)
+        raise damaged
     try:
         torch.Generator().set_state(rng)
     except RuntimeError as error:
-        raise CheckpointError(f"{problem} ({error})") from error
+        raise damaged from error
 
 
 def put_back(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -108,7 +108,7 @@ class RunFolder:
         checkpoint = Checkpoint.load(path)
         settings = checkpoint.progress.get("settings")
         if not isinstance(settings, dict):
-            raise CheckpointError(f"{path} is damaged: its settings are {shown(settings)}")
+            raise CheckpointError.damaged(path, f"its settings are {shown(settings)}")
         differing = [
             f"{name}: {shown(settings.get(name))} then, {value!r} now"
             for name, value in self._settings.items()
@@ -120,10 +120,10 @@ class RunFolder:
             )
         state = _state(checkpoint, self._settings["epochs"], path)
         begun = state.epoch > 0 or state.batch > 0
-        resume.check_model(checkpoint, model, str(path))
-        resume.check_optimizer(checkpoint, model, self._settings["drop_patience"], begun, str(path))
+        resume.check_model(checkpoint, model, path)
+        resume.check_optimizer(checkpoint, model, self._settings["drop_patience"], begun, path)
         if checkpoint.rng is not None:
-            resume.check_generator(checkpoint.rng, str(path))
+            resume.check_generator(checkpoint.rng, path)
         resume.put_back(checkpoint, model, optimizer)
         self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
         return state, checkpoint.rng
@@ -136,19 +136,18 @@ def _same(then: object, now: object) -> bool:
 
 def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
     """How far a run of so many epochs is, with every number in its range."""
-    damaged = f"{path} is damaged"
     stored = checkpoint.progress.get("state")
     if not isinstance(stored, dict):
-        raise CheckpointError(f"{damaged}: its state is {shown(stored)}")
+        raise CheckpointError.damaged(path, f"its state is {shown(stored)}")
     stored = dict(stored)
     if checkpoint.format == 1:
-        past = history.from_entries(stored.pop("history", None), damaged)
+        past = history.from_entries(stored.pop("history", None), path)
         stored["bfloat16"] = None  # it was not kept then
     else:
-        past = history.from_tensors(checkpoint.history, checkpoint.progress.get("history_layers"), damaged)
+        past = history.from_tensors(checkpoint.history, checkpoint.progress.get("history_layers"), path)
     expected = set(vars(State())) - {"history"}
     if stored.keys() != expected:
-        raise CheckpointError(f"{damaged}: its state has not exactly {', '.join(sorted(expected))}")
+        raise CheckpointError.damaged(path, f"its state has not exactly {', '.join(sorted(expected))}")
     seen = stored["seen"]
     valid = {
         "epoch": is_whole(stored["epoch"], 0, epochs),
@@ -161,10 +160,12 @@ def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
     }
     for name, is_valid in valid.items():
         if not is_valid:
-            raise CheckpointError(f"{damaged}: its state has {name} {shown(stored[name])}")
+            raise CheckpointError.damaged(path, f"its state has {name} {shown(stored[name])}")
     state = State(**stored, history=past)
     if len(past) != state.epoch:
-        raise CheckpointError(f"{damaged}: it is after epoch {state.epoch} and has a history of {len(past)}")
+        raise CheckpointError.damaged(path, f"it is after epoch {state.epoch} and has a history of {len(past)}")
     if state.seen and (checkpoint.rng is None or state.epoch == epochs):
-        raise CheckpointError(f"{damaged}: it is inside an epoch, after batch {state.batch}, but lacks what that needs")
+        raise CheckpointError.damaged(
+            path, f"it is inside an epoch, after batch {state.batch}, but lacks what that needs"
+        )
     return state

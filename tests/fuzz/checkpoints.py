@@ -1,0 +1,403 @@
+"""Changed checkpoints, run.json and summary.json, through everything that reads them.
+
+A checkpoint is taken apart into its description and its tensors, a few things in it are changed to what a wrong or
+hostile program might write, and it is put together again. Each goes through `Checkpoint.load` and one reader more. What
+is refused must leave the model and the optimizer as they were.
+"""
+
+import json
+import random
+import signal
+import struct
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsevd
+from fuzz.trial import Trial
+from sparsevd import run as runs
+from sparsevd.checkpoint import Checkpoint, load_weights
+from sparsevd.checkpoint_info import info, prune_file
+from sparsevd.compress import CompressConfig, load_model, origin
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, FormatError
+from sparsevd.fit import FitConfig, fit, fit_dense
+from sparsevd.optimizer import BoundAdam
+from sparsevd.restore import restore
+from sparsevd.run_folder import CHECKPOINT, RunFolder
+
+CONFIG = FitConfig(epochs=4, batch_size=10, drop_from=0.5, drop_patience=2, warm_up_end=0.25, channels_last=False)
+N = 30
+
+
+class Shared(nn.Module):
+    """One layer under two names, batch normalisation, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = self.a
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.b(F.relu(self.a(x))))) * self.scale
+
+
+def shared() -> nn.Module:
+    return Shared()
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 4, 3))
+
+
+SHAPES = {"shared": (6,), "convolutions": (1, 4, 4)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as a safetensors file has it; what is claimed need not be true."""
+
+    dtype: str
+    shape: list[Any]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class File:
+    """A checkpoint in parts, and the network that it is of."""
+
+    network: str
+    sparse: bool
+    about: dict[str, Any]
+    tensors: dict[str, Entry]
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        network = FACTORIES[self.network]()
+        return sparsevd.sparsify(network) if self.sparse else network
+
+
+FACTORIES: dict[str, Callable[[], nn.Module]] = {"shared": shared, "convolutions": convolutions}
+
+
+def data_for(network: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, *SHAPES[network], generator=generator)
+    return x, torch.randint(0, 3, (N,), generator=generator)
+
+
+def originals(folder: Path) -> list[File]:
+    """Checkpoints of real runs: after an epoch and inside one, sparse and dense, in both formats."""
+    files = []
+    for network in FACTORIES:
+        for sparse, batches in ((True, 9), (True, 8), (False, 5)):  # three to an epoch
+            path = folder / f"{network}-{sparse}-{batches}"
+            calls = 0
+
+            def interrupting(output: Tensor, target: Tensor, stop: int = batches) -> Tensor:
+                nonlocal calls
+                if torch.is_grad_enabled():
+                    calls += 1
+                    if calls == stop:
+                        signal.raise_signal(signal.SIGINT)
+                return F.cross_entropy(output, target)
+
+            model = File(network, sparse, {}, {}).build()
+            try:
+                (fit if sparse else fit_dense)(
+                    model, data_for(network), None, CONFIG, loss=interrupting, run_dir=path, progress=False
+                )
+            except KeyboardInterrupt:
+                files.append(taken_apart((path / CHECKPOINT).read_bytes(), network, sparse))
+    return [*files, *map(in_format_1, files)]
+
+
+def taken_apart(content: bytes, network: str, sparse: bool) -> File:
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    about = json.loads(header.pop("__metadata__")["sparsevd"])
+    body = content[8 + length :]
+    tensors = {
+        name: Entry(entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+    }
+    return File(network, sparse, about, tensors)
+
+
+def in_format_1(file: File) -> File:
+    """The same run as the first format has it: the history is a list in the description."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / CHECKPOINT
+        path.write_bytes(put_together(file.about, file.tensors))
+        state, _ = restored(path.parent, file, file.build())
+    about = json.loads(json.dumps(file.about))
+    about["format"] = 1
+    del about["progress"]["history_layers"], about["progress"]["metrics"]
+    about["progress"]["state"]["history"] = [asdict(metrics) for metrics in state.history]
+    tensors = {name: entry for name, entry in file.tensors.items() if not name.startswith("history.")}
+    return replace(file, about=about, tensors=tensors)
+
+
+def restored(folder: Path, file: File, model: nn.Module) -> tuple[Any, BoundAdam]:
+    optimizer = BoundAdam(model, CONFIG.learning_rate)
+    state, _ = RunFolder(folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
+    return state, optimizer
+
+
+def put_together(about: object, tensors: dict[str, Entry], text: str | None = None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"sparsevd": json.dumps(about) if text is None else text}}
+    at = 0
+    for name, entry in tensors.items():
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [at, at + len(entry.content)],
+        }
+        at += len(entry.content)
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return struct.pack("<Q", len(head)) + head + b"".join(entry.content for entry in tensors.values())
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 4, 5, 31, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, -0.0),
+    *(float("nan"), float("inf"), -float("inf"), 1e308, 5e-324, "", "a", "0", "weight", "b", "\ud800", "é" * 50),
+    *([], [None], [[]], [0, 1], {}, {"": {}}, {"a": None}, [1, 2, 3], ["a", "a"], [{}], "x" * 100_000),
+)
+SIZES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+DTYPES = (*SIZES, "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F4", "nonsense")
+DEEP = ("[" * 100_000, '{"a":' * 50_000, '{"format": 2, "layers": ' + "[" * 3000 + "]" * 3000 + "}")
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to everything inside a JSON value."""
+    if isinstance(value, dict):
+        inner = [place for key, item in value.items() for place in places(item, (*path, key))]
+    elif isinstance(value, list):
+        inner = [place for key, item in enumerate(value) for place in places(item, (*path, key))]
+    else:
+        inner = []
+    return [path, *inner] if path else inner
+
+
+def changed_json(value: Any, draw: random.Random) -> Any:
+    """A copy with one thing in it replaced, removed, moved or added."""
+    value = json.loads(json.dumps(value))
+    path = draw.choice(places(value))
+    holder = value
+    for key in path[:-1]:
+        holder = holder[key]
+    key, kind = path[-1], draw.random()
+    if kind < 0.6:
+        holder[key] = draw.choice(VALUES)
+    elif kind < 0.7 and isinstance(holder[key], int | float):
+        holder[key] += draw.choice((-1, 1, 0.5, 1000, -1000))
+    elif kind < 0.85:
+        del holder[key]
+    elif isinstance(holder, dict):
+        holder[draw.choice(("", "a", "new", "b", "alive", f"{key}x"))] = draw.choice((holder[key], *VALUES[:12]))
+    else:
+        holder.insert(0, draw.choice((holder[key], *VALUES[:12])))
+    return value
+
+
+NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0**24, 1e30, -1e30, 3e38, float("nan"), float("inf"), -float("inf"))
+PACKED = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "BOOL": "<B"}
+
+
+def changed_content(entry: Entry, draw: random.Random) -> Entry:
+    """Another number in one place, or in all."""
+    content = bytearray(entry.content)
+    if not content:
+        return entry
+    form = PACKED.get(entry.dtype)
+    if form is None or draw.random() < 0.3:
+        for _ in range(draw.choice((1, 1, 8))):
+            content[draw.randrange(len(content))] = draw.choice((0, 1, 2, 127, 128, 255, draw.randrange(256)))
+        return replace(entry, content=bytes(content))
+    size = struct.calcsize(form)
+    number: Any = draw.choice(NUMBERS)
+    if form[1] not in "dfe":
+        low, high = (0, 255) if form == "<B" else (-(2 ** (8 * size - 1)), 2 ** (8 * size - 1) - 1)
+        number = draw.choice((low, high, 0, 1, 2, 3, high // 2))
+    elif form == "<e":
+        number = max(-6e4, min(6e4, number))
+    whole = draw.random() < 0.3
+    for at in range(0, len(content), size) if whole else [size * draw.randrange(len(content) // size)]:
+        struct.pack_into(form, content, at, number)
+    return replace(entry, content=bytes(content))
+
+
+def changed_tensors(tensors: dict[str, Entry], draw: random.Random) -> dict[str, Entry]:
+    """One tensor removed, renamed, added, swapped with another, or of another type, shape, size or content."""
+    tensors = dict(tensors)
+    name, other = draw.choice(list(tensors)), draw.choice(list(tensors))
+    entry, kind = tensors[name], draw.randrange(10)
+    if kind == 0:
+        del tensors[name]
+    elif kind == 1:
+        tensors[draw.choice((f"{name}x", name[1:], f"model.{name}", "rng", "optimizer./", "optimizer.a/b", ""))] = entry
+    elif kind == 2:
+        tensors[name], tensors[other] = tensors[other], entry
+    elif kind == 3:  # the same bytes as numbers of another type
+        dtype = draw.choice(DTYPES)
+        count = len(entry.content) // SIZES.get(dtype, 1)
+        keep = draw.random() < 0.3
+        tensors[name] = replace(entry, dtype=dtype, shape=entry.shape if keep else [count])
+    elif kind == 4:  # the same numbers converted: the type alone is wrong
+        dtype = draw.choice(DTYPES)
+        numbers = 1
+        for size in entry.shape:
+            numbers *= size
+        tensors[name] = replace(entry, dtype=dtype, content=bytes(numbers * SIZES.get(dtype, 1)))
+    elif kind == 5:
+        wrong = ([], [1], [0], [-1], [2**62, 0], [2**63], [2**32, 2**32], entry.shape[::-1], [1, *entry.shape], [None])
+        tensors[name] = replace(entry, shape=draw.choice(wrong))
+    elif kind == 6:  # consistent, of another shape
+        size = SIZES.get(entry.dtype, 1)
+        shape = draw.choice(([], [1], [0], [2, 3], [1, 1, 1, 1], [0, 3], [6, 6], [5056], [5055]))
+        count = 1
+        for length in shape:
+            count *= length
+        tensors[name] = replace(entry, shape=shape, content=(entry.content * count)[: count * size].ljust(count * size))
+    else:
+        tensors[name] = changed_content(entry, draw)
+    return tensors
+
+
+def mutant(file: File, draw: random.Random) -> bytes:
+    about, tensors, text = file.about, file.tensors, None
+    for _ in range(draw.choice((1, 1, 1, 2, 4))):
+        kind = draw.random()
+        if kind < 0.5:
+            about = changed_json(about, draw) if isinstance(about, dict) and about else about
+        elif kind < 0.95:
+            tensors = changed_tensors(tensors, draw) if tensors else tensors
+        else:
+            whole = json.dumps(about)
+            text = draw.choice((*DEEP, whole[: draw.randrange(len(whole))], "null", "3", "[]", "", f"{whole} x"))
+    content = bytearray(put_together(about, tensors, text))
+    if draw.random() < 0.1:
+        for _ in range(draw.choice((1, 3))):
+            content[draw.randrange(draw.choice((8, len(content))))] = draw.randrange(256)
+    if draw.random() < 0.02:
+        del content[draw.randrange(len(content)) :]
+    return bytes(content)
+
+
+class Readers:
+    """Everything that reads a checkpoint, on a folder of its own."""
+
+    def __init__(self, folder: Path, trial: Trial):
+        self.folder, self.trial = folder, trial
+        self.path = folder / CHECKPOINT
+        self.models: dict[tuple[str, bool], tuple[nn.Module, dict[str, Tensor]]] = {}
+
+    def model(self, file: File) -> tuple[nn.Module, dict[str, Tensor]]:
+        """A model of this kind, and its state, which it still has."""
+        key = (file.network, file.sparse)
+        if key not in self.models:
+            model = file.build()
+            self.models[key] = model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return self.models[key]
+
+    def try_one(self, file: File, content: bytes, draw: random.Random, described: str) -> None:
+        (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+        self.path.write_bytes(content)
+        with self.trial.one(f"load {described}", CheckpointError):
+            Checkpoint.load(self.path)
+        kind = draw.random()
+        if kind < 0.6:
+            self.restore_run(file, described)
+        elif kind < 0.7:
+            with self.trial.one(f"info {described}", CheckpointError):
+                str(info(self.path, draw.choice((None, 1.0))))
+        elif kind < 0.75:
+            with self.trial.one(f"prune {described}", CheckpointError):
+                prune_file(self.path, self.folder / "pruned.safetensors")
+        elif kind < 0.83:
+            network = f"{__name__}:{file.network}"
+            with self.trial.one(f"restore {described}", CheckpointError, ArgumentError):
+                restore(self.path, model=network, input_shape=SHAPES[file.network])
+        elif kind < 0.9:
+            with self.trial.one(f"load_weights {described}", CheckpointError):
+                load_weights(FACTORIES[file.network](), self.path)
+        elif kind < 0.96:
+            with self.trial.one(f"compress {described}", CheckpointError):
+                load_model(self.path, FACTORIES[file.network]())
+        else:
+            self.resume(file, described)
+
+    def restore_run(self, file: File, described: str) -> None:
+        model, before = self.model(file)
+        optimizer = BoundAdam(model, CONFIG.learning_rate)
+        refused = True
+        with self.trial.one(f"restore run {described}", CheckpointError):
+            RunFolder(self.folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
+            refused = False
+        if not refused:
+            self.trial.count("restored")
+            del self.models[file.network, file.sparse]
+        elif optimizer.state or not all(torch.equal(before[name], t) for name, t in model.state_dict().items()):
+            raise AssertionError(f"a refused checkpoint changed the model or the optimizer: {described}")
+
+    def resume(self, file: File, described: str) -> None:
+        with self.trial.one(f"fit {described}", CheckpointError, DivergenceError):
+            train = fit if file.sparse else fit_dense
+            train(file.build(), data_for(file.network), None, CONFIG, run_dir=self.folder, resume=True, progress=False)
+            self.trial.count("resumed")
+
+
+SUMMARY = {"model": "lenet-5", "data": "mnist", "config": {"seed": 3, "epochs": 4}, "ratio": 3.5, "asked": {"shift": 0}}
+
+
+def try_json(folder: Path, trial: Trial, draw: random.Random, described: str) -> None:
+    """A changed run.json or summary.json."""
+    begun = {"asked": {"model": "lenet-5", "data": "mnist", "val_size": 0, "shift": 0, "mirror": False}}
+    begun["asked"] |= {"init_from": None, "pretrain_epochs": 0}
+    begun |= {"command": "sparsevd train", "begun": "2026", "versions": {"torch": "2"}, "machine": {"threads": 1}}
+    name = draw.choice((runs.RUN, runs.SUMMARY))
+    text = json.dumps(changed_json(begun if name == runs.RUN else SUMMARY, draw)).encode()
+    if draw.random() < 0.2:
+        text = draw.choice((*(deep.encode() for deep in DEEP), text[: draw.randrange(len(text))], b"\xff", b"[]", b"1"))
+    (folder / name).write_bytes(text)
+    if name == runs.RUN:
+        with trial.one(f"run.json {described}", FormatError, ArgumentError):
+            runs._begin(runs.RunConfig(model="lenet-5", out=folder, resume=True))
+    else:
+        with trial.one(f"summary.json {described}", FormatError, ArgumentError):
+            origin(CompressConfig(folder / CHECKPOINT, folder / "x.spvd"), folder / CHECKPOINT)
+        with trial.one(f"summary.json {described}", FormatError, ArgumentError):
+            restore(folder / "plain.safetensors")
+    (folder / name).unlink()
+
+
+def run(inputs: int, seed: int) -> Trial:
+    trial = Trial("checkpoints")
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("error")  # a cast that loses numbers, or an empty table
+        folder = Path(name)
+        files = originals(folder)
+        readers = Readers(folder, trial)
+        readers.path.write_bytes(put_together(files[0].about, files[0].tensors))
+        prune_file(readers.path, folder / "plain.safetensors")
+        number = 0
+        while trial.inputs < inputs:
+            draw = random.Random(f"{seed} {number}")
+            described = f"seed {seed} number {number}"
+            if number % 10 == 9:
+                try_json(folder, trial, draw, described)
+            else:
+                file = draw.choice(files)
+                readers.try_one(file, mutant(file, draw), draw, described)
+            number += 1
+    return trial
