@@ -1,8 +1,11 @@
 import json
+import resource
 import struct
+import sys
 import time
 import zlib
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +96,24 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(tmp_path, monkey
     tensors, _ = read_tensors(path)
     assert tensors["a"].tolist() == tensors["b"].tolist() == [0] * 10
     assert read_tensors(path)[0]["b"].tolist() == [1] * 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of this process, as Linux does")
+def test_a_file_larger_than_the_memory_is_refused(tmp_path):
+    """4 GB that take no space on the disk, where 1 GB is allowed."""
+    count = 1_000_000_000
+    header = json.dumps({"a": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
+    with (tmp_path / "c").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 4 * count)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 1_000_000_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be read into memory"):
+            read_tensors(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 100, 1000, -1])

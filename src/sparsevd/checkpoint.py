@@ -208,6 +208,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} is not a whole safetensors file ({error}). Pickled files (.pt, .pth) are not read; "
             "save the state_dict with safetensors.torch.save_file instead"
         ) from error
+    except (RuntimeError, MemoryError) as error:  # torch's, where there is no memory for a tensor
+        raise CheckpointError(f"{path} cannot be read into memory ({error})") from error
 
 
 def _name_of(opened: BinaryIO) -> str:
