@@ -299,6 +299,24 @@ DAMAGES = {
     "nested settings": (changed("settings", seed=[[[[0]]]]), "seed: a list then"),
     "history of layers": (lambda checkpoint: checkpoint.progress.update(history_layers="ab"), "list of names"),
     "history of more layers": (lambda checkpoint: checkpoint.progress.update(history_layers=["", "b"]), "alive"),
+    "history of another layer": (
+        lambda checkpoint: checkpoint.progress.update(history_layers=["other"]),
+        "other layers than the network",
+    ),
+    "history of a plain network": (
+        lambda checkpoint: (
+            checkpoint.progress.update(history_layers=None),
+            checkpoint.history.update(alive=checkpoint.history["alive"][:, :0]),
+        ),
+        "other layers than the network",
+    ),
+    "history of two networks": (
+        lambda checkpoint: (
+            checkpoint.progress.update(history_layers=["", "b"]),
+            checkpoint.history.update(alive=checkpoint.history["alive"].repeat(1, 2, 1)),
+        ),
+        "other layers than the network",
+    ),
     "history missing": (lambda checkpoint: checkpoint.history.pop("known"), "known are missing"),
     "history of half numbers": (
         lambda checkpoint: checkpoint.history.update(numbers=checkpoint.history["numbers"].half()),

@@ -6,8 +6,9 @@ all rows are checked at once.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
+from itertools import repeat
 from pathlib import Path
 from types import NoneType
 from typing import Any, overload
@@ -60,15 +61,13 @@ _INTEGERS = ("epoch", "dropped")
 _INTEGER_COLUMNS = tuple(_COLUMNS.index(name) for name in _INTEGERS)
 _ALIVE_AT = [field.name for field in fields(EpochMetrics)].index("alive")
 _DEFAULTS = {field.name for field in fields(EpochMetrics) if field.default is not MISSING}
-# What the numbers lie between. A loss on held-out data, or a bound, may be infinite or NaN: training goes on.
+# What the numbers lie between. The others may be infinite or NaN, as a loss on held-out data may: training goes on.
 _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "epoch": (1, LARGEST_INTEGER),
     "learning_rate": (0, None),
     "beta": (0, 1),
     "train_loss": (None, None),
     "train_error": (0, 100),
-    "kl": (None, None),
-    "elbo": (None, None),
     "sparsity": (0, 100),
     "ratio": (1, None),
     "val_error": (0, 100),
@@ -89,8 +88,8 @@ class History(Sequence[EpochMetrics]):
 
     @classmethod
     def empty(cls, layers: tuple[str, ...] | None = None) -> "History":
-        numbers = torch.empty(0, len(_COLUMNS), dtype=torch.float64)
-        alive = torch.empty(0, len(layers or ()), 2, dtype=torch.int64)
+        numbers = torch.empty(0, len(_COLUMNS), dtype=torch.float64, device="cpu")
+        alive = torch.empty(0, len(layers or ()), 2, dtype=torch.int64, device="cpu")
         return cls(numbers, torch.empty_like(numbers, dtype=torch.bool), alive, layers)
 
     @classmethod
@@ -105,9 +104,9 @@ class History(Sequence[EpochMetrics]):
         known = [[value is not None for value in row] for row in values]
         counts = [[(metrics.alive or {})[name] for name in layers or ()] for metrics in epochs]
         return cls(
-            torch.tensor(numbers, dtype=torch.float64),
-            torch.tensor(known),
-            torch.tensor(counts, dtype=torch.int64).reshape(len(epochs), len(layers or ()), 2),
+            torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+            torch.tensor(known, device="cpu"),
+            torch.tensor(counts, dtype=torch.int64, device="cpu").reshape(len(epochs), len(layers or ()), 2),
             layers,
         )
 
@@ -145,14 +144,20 @@ class History(Sequence[EpochMetrics]):
         return self._rows(slice(None))
 
     def _rows(self, which: slice) -> Iterator[EpochMetrics]:
-        rows = (part[which].tolist() for part in (self._numbers, self._known, self._alive))
-        for numbers, known, alive in zip(*rows, strict=True):
-            values: list[Any] = [n if k else None for n, k in zip(numbers, known, strict=True)]
-            for column in _INTEGER_COLUMNS:
-                values[column] = int(values[column]) if known[column] else None
-            counts = dict(zip(self.layers, alive, strict=True)) if self.layers is not None else None
-            values.insert(_ALIVE_AT, counts)
-            yield EpochMetrics(*values)
+        columns: list[Iterable[Any]] = []  # by columns, which torch turns into lists: there may be 100,000 rows
+        for column, name in enumerate(_COLUMNS):
+            numbers, known = self._numbers[which, column], self._known[which, column]
+            whole = numbers.nan_to_num().to(torch.int64) if name in _INTEGERS else numbers
+            values = whole.tolist()
+            columns.append(
+                values if known.all() else [v if k else None for v, k in zip(values, known.tolist(), strict=True)]
+            )
+        counts: Iterable[Any] = repeat(None)
+        if self.layers is not None:
+            layers = self.layers
+            counts = (dict(zip(layers, row, strict=True)) for row in self._alive[which].tolist())
+        columns.insert(_ALIVE_AT, counts)
+        return map(EpochMetrics, *columns)
 
 
 def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path) -> History:
@@ -227,7 +232,7 @@ def _checked(history: History, path: Path) -> History:
         if name in _INTEGERS:
             bad |= known & (numbers != numbers.trunc())
         if name == "epoch":
-            bad |= numbers != torch.arange(1, len(history) + 1, dtype=torch.float64)
+            bad |= numbers != torch.arange(1, len(history) + 1, dtype=torch.float64, device="cpu")
         if bad.any():
             row = int(bad.nonzero()[0])
             value = numbers[row].item() if known[row] else None

@@ -54,7 +54,7 @@ class MetricsFile:
         self._content = content
 
     def repair(self, history: History, stored: object) -> None:
-        """Make the file hold this history; `stored` is what `after` gave, or None for an older checkpoint.
+        """Make the file hold this history; `stored` is what `prepare` gave, or None for an older checkpoint.
 
         Only the last line can be torn, or missing: then it alone is written.
         """

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsevd.checkpoint import Checkpoint, check_fit
 from sparsevd.errors import CheckpointError
+from sparsevd.history import History
 from sparsevd.json_object import shown
 from sparsevd.layers import SparseLayer
 from sparsevd.progressive import EPOCHS_ABOVE
@@ -34,6 +35,13 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
         raise CheckpointError(
             f"{path} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
         )
+
+
+def check_history(history: History, model: nn.Module, path: Path) -> None:
+    """The epochs that are over counted the units of the same layers, in the same order, as the next will."""
+    names = tuple(name for name, layer in layers_of(model).items() if layer["of"] == name)
+    if history and history.layers != (names or None):
+        raise CheckpointError.damaged(path, "its history has other layers than the network")
 
 
 def check_optimizer(checkpoint: Checkpoint, model: nn.Module, patience: int, begun: bool, path: Path) -> None:

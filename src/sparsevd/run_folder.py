@@ -121,6 +121,7 @@ class RunFolder:
         state = _state(checkpoint, self._settings["epochs"], path)
         begun = state.epoch > 0 or state.batch > 0
         resume.check_model(checkpoint, model, path)
+        resume.check_history(state.history, model, path)
         resume.check_optimizer(checkpoint, model, self._settings["drop_patience"], begun, path)
         if checkpoint.rng is not None:
             resume.check_generator(checkpoint.rng, path)
