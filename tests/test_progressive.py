@@ -296,15 +296,17 @@ def test_settings_are_checked():
 
 
 @pytest.mark.parametrize("instructions", [True, False])
-def test_bfloat16_is_the_default_where_the_cpu_has_it(monkeypatch, instructions):
+def test_bfloat16_is_allowed_where_the_cpu_has_it(monkeypatch, instructions):
     monkeypatch.setattr(sys.modules["sparsevd.fit"], "multiplies_bfloat16", lambda: instructions)
     config = sparsevd.FitConfig(epochs=1)
     model = network()
     sparsevd.fit(model, problem(), None, config, progress=False)
-    assert model[0].variance_dtype == (torch.bfloat16 if instructions else None)
+    assert model[0].variance_dtype is None
+    assert model[0].bfloat16_where_faster is instructions
     model = network()
     sparsevd.fit(model, problem(), None, dataclasses.replace(config, variance_dtype="float32"), progress=False)
     assert model[0].variance_dtype == torch.float32
     double = network().double()
     sparsevd.fit(double, tuple(t.double() if t.is_floating_point() else t for t in problem()), None, config)
     assert double[0].variance_dtype is None
+    assert not double[0].bfloat16_where_faster
