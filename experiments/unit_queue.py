@@ -58,7 +58,7 @@ class Queue:
         command: Callable[[str, Unit], list[str]],
         records: Callable[[str], Records] = Records,
         say: Callable[[str], None] = print,
-        watch_every: float = 1.0,
+        watch_every: float = 5.0,  # seconds; each time the state is written
     ):
         names = [unit.name for unit in units]
         if len(set(names)) < len(names):
