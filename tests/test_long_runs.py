@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("fcntl", reason="the queue needs the file locks of Unix")
+
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 sys.path.append(str(EXPERIMENTS))
 
