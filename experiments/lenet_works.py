@@ -35,7 +35,9 @@ def _network(net: str, seed: int) -> nn.Module:
 def what_is_left(network: nn.Module) -> dict[str, Any]:
     """The ratio; the effective one, which counts only weights between an input and an output; weights per layer."""
     left = sparsevd.summary(network)
-    effective = sparsevd.summary(sparsevd.compact(network, torch.zeros(2, 1, 28, 28))).kept
+    small = sparsevd.compact(network, torch.zeros(2, 1, 28, 28))  # without any layer, if its output is constant
+    layers = [layer for layer in small.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    effective = sum(int(layer.weight.count_nonzero()) for layer in layers)
     return {
         "ratio": left.ratio if left.kept else None,
         "effective_ratio": left.weights / effective if effective else None,

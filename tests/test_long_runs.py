@@ -28,6 +28,7 @@ from work import Images, Unit, Work, do, measure  # noqa: E402
 
 from sparsevd.batches import Augmented  # noqa: E402
 from sparsevd.errors import ArgumentError  # noqa: E402
+from sparsevd.models import MODELS  # noqa: E402
 
 # The process of a unit, without torch: epochs of a twentieth of a second, and trouble where its name asks for it.
 PROCESS = """
@@ -290,6 +291,33 @@ def test_the_rate_rises_to_its_peak_and_falls_to_zero():
     setting = Setting("sgd", rate=0.4, weight_decay=0.0, peak_at=0.25)
     assert [setting.rate_at(done) for done in (0, 0.125, 0.25, 0.625, 1)] == pytest.approx([0, 0.2, 0.4, 0.2, 0])
     assert replace(setting, peak_at=0.0).rate_at(0.5) == pytest.approx(0.2)
+
+
+def on_paths(weights):
+    """How many weights lie between an input and an output, layer by layer."""
+    reached = [torch.ones(weights[0].shape[1], dtype=torch.bool)]
+    for weight in weights:
+        reached.append(((weight != 0) & reached[-1]).any(1))
+    needed, count = torch.ones(weights[-1].shape[0], dtype=torch.bool), 0
+    for weight, before in zip(weights[::-1], reached[-2::-1], strict=True):
+        used = (weight != 0) & needed[:, None]
+        count += int((used & before).sum())
+        needed = used.any(0)
+    return count
+
+
+def test_the_effective_ratio_counts_weights_between_an_input_and_an_output():
+    network = MODELS["lenet-300-100"](10).eval()
+    weights = [layer.weight for layer in network if isinstance(layer, nn.Linear)]
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(torch.rand_like(weight) < 0.01)
+    left = lenet_works.what_is_left(network)
+    assert left["ratio"] < left["effective_ratio"] == 266_200 / on_paths(weights)
+    nn.init.zeros_(weights[1])
+    cut_off = lenet_works.what_is_left(network)
+    assert cut_off["ratio"] > 100
+    assert cut_off["effective_ratio"] is None
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
