@@ -28,9 +28,10 @@ from sparsevd.data import load
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.evaluate import evaluate, wrong
 from sparsevd.fit import DECAYS
+from sparsevd.history import EpochMetrics
 from sparsevd.models import MODELS
 from sparsevd.run import split
-from sparsevd.run_folder import EpochMetrics, RunFolder, State
+from sparsevd.run_folder import RunFolder, State
 from sparsevd.sampling import multiplies_bfloat16
 
 SHIFT = 4
@@ -162,12 +163,12 @@ def train(
             if interrupt.is_set():
                 run_folder.save(model, optimizer, state, torch.get_rng_state())
                 raise KeyboardInterrupt
-            state = State(epoch=state.epoch + 1, history=[*state.history, _metrics(model, val, state, rate)])
+            state = State(epoch=state.epoch + 1, history=state.history.add(_metrics(model, val, state, rate)))
             run_folder.save(model, optimizer, state)
             last = state.history[-1]
             print(f"epoch {last.epoch}/{work.epochs}: train error {last.train_error:.2f} %, held out {last.val_error}")
     model.to(memory_format=torch.contiguous_format)
-    return state.history
+    return list(state.history)
 
 
 def _metrics(model: nn.Module, val: Data | None, state: State, rate: float) -> EpochMetrics:

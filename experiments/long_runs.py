@@ -18,6 +18,7 @@ strength that decides their sparsity.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
@@ -174,6 +175,19 @@ def listing(queue: Queue) -> str:
     return "\n".join(lines)
 
 
+def give_way() -> None:
+    """Run behind everything else on the machine.
+
+    Linux may share the cores among sessions first (autogroup), and weigh a process by its own niceness only within its
+    session: the session then has to be nice too.
+    """
+    os.nice(19)
+    session = Path("/proc/self/autogroup")
+    with contextlib.suppress(OSError):
+        if session.exists():
+            session.write_text("19")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
@@ -190,7 +204,7 @@ def main() -> None:
     if arguments.action == "list":
         print(listing(queue))
         return
-    os.nice(19)
+    give_way()
     try:
         if arguments.action == "run":
             sys.exit(1 if queue.run(arguments.stage, arguments.only) else 0)

@@ -14,7 +14,8 @@ from sparsevd.json_object import shown
 from sparsevd.layers import SparseLayer
 from sparsevd.progressive import EPOCHS_ABOVE
 
-_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+# What an optimizer keeps for each parameter, by its name in torch's state.
+_ADAM, _SGD = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
 _MERSENNE_TWISTER = 624  # numbers that torch's generator makes at a time
 
 
@@ -44,12 +45,20 @@ def check_history(history: History, model: nn.Module, path: Path) -> None:
         raise CheckpointError.damaged(path, "its history has other layers than the network")
 
 
-def check_optimizer(checkpoint: Checkpoint, model: nn.Module, patience: int, begun: bool, path: Path) -> None:
-    """Adam's numbers are whole, and such as training writes them.
+def check_optimizer(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    patience: int,
+    begun: bool,
+    path: Path,
+) -> None:
+    """The optimizer's numbers are whole, and such as training writes them.
 
     A parameter that the network does not use has none. Those of a Sparse VD layer have them once training has begun:
     their KL has a gradient in any case.
     """
+    kept = _SGD if isinstance(optimizer, torch.optim.SGD) else _ADAM
     parameters = dict(model.named_parameters())
     found: dict[str, set[str]] = {}
     layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
@@ -60,14 +69,14 @@ def check_optimizer(checkpoint: Checkpoint, model: nn.Module, patience: int, beg
         parameter = parameters.get(name)
         if parameter is None:
             raise CheckpointError.damaged(path, f"no parameter {shown(name)} for its optimizer state")
-        known = _ADAM | {EPOCHS_ABOVE} if id(parameter) in noise else _ADAM
+        known = kept | {EPOCHS_ABOVE} if id(parameter) in noise else kept
         if slot not in known or not _is_valid(slot, value, parameter, patience):
-            raise CheckpointError.damaged(path, f"{shown(key)} is no state that Adam can have for it")
+            raise CheckpointError.damaged(path, f"{shown(key)} is no state that the optimizer can have for it")
         found.setdefault(name, set()).add(slot)
     for name, parameter in parameters.items():
-        missing = _ADAM - found.get(name, set())
+        missing = kept - found.get(name, set())
         if missing and (name in found or (parameter.requires_grad and id(parameter) in never_missing)):
-            raise CheckpointError.damaged(path, f"{name} lacks Adam's {', '.join(sorted(missing))}")
+            raise CheckpointError.damaged(path, f"{name} lacks the optimizer's {', '.join(sorted(missing))}")
 
 
 def _is_valid(slot: str, value: Tensor, parameter: Tensor, patience: int) -> bool:
@@ -81,7 +90,7 @@ def _is_valid(slot: str, value: Tensor, parameter: Tensor, patience: int) -> boo
         return False
     if slot == EPOCHS_ABOVE:
         return not bool(((value < 0) | (value > patience)).any())
-    if slot == "exp_avg" or value.is_complex():
+    if slot in ("exp_avg", "momentum_buffer") or value.is_complex():
         return bool(value.isfinite().all())
     return bool((value >= 0).all())  # a square may be infinite; the step is zero then
 

@@ -66,7 +66,7 @@ class RunFolder:
             return f"The last good state is in {self.path / CHECKPOINT}."
         return "No epoch was finished, so there is no checkpoint."
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Adam, state: State, rng: Tensor | None = None) -> None:
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, rng: Tensor | None = None) -> None:
         if self.path is None or self._metrics is None:
             return
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -96,7 +96,7 @@ class RunFolder:
         except WriteError as error:
             raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Adam) -> tuple[State, Tensor | None]:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, Tensor | None]:
         """The state to go on from; the beginning if no checkpoint was written yet."""
         if self.path is None or self._metrics is None:
             raise ArgumentError("resume=True needs the run_dir to resume from")
@@ -122,7 +122,7 @@ class RunFolder:
         begun = state.epoch > 0 or state.batch > 0
         resume.check_model(checkpoint, model, path)
         resume.check_history(state.history, model, path)
-        resume.check_optimizer(checkpoint, model, self._settings["drop_patience"], begun, path)
+        resume.check_optimizer(checkpoint, model, optimizer, self._settings.get("drop_patience", 1), begun, path)
         if checkpoint.rng is not None:
             resume.check_generator(checkpoint.rng, path)
         resume.put_back(checkpoint, model, optimizer)
