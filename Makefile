@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := .venv/bin/
 
-.PHONY: setup demo test check figures clean
+.PHONY: setup demo test test-all fuzz check figures clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -32,6 +32,15 @@ check: setup
 # A test file per process at a time, each with one thread: twice as fast on two cores.
 test: check
 	OMP_NUM_THREADS=1 $(RUN)pytest --numprocesses auto --dist loadfile
+
+# The whole product, with a tenth of the trials and every name of the C export: at most half an hour.
+test-all: test
+	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_c_export.py
+	cd tests && ../$(RUN)python -m fuzz --part 0.1
+
+# Hostile files, wrong shapes, kills and full disks in full numbers: about an hour.
+fuzz: setup
+	cd tests && ../$(RUN)python -m fuzz --record ../benchmarks/results/fuzz.json
 
 clean:
 	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
