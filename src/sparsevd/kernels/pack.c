@@ -270,11 +270,13 @@ static int32_t code_float(struct pack *s, int32_t value, struct place *at, int m
 /* What a matrix needs while it is coded. The arrays with a margin hold zeros left of the first column and right of the
    last, so that places outside the matrix need no question. */
 struct columns {
-  ptrdiff_t n, margin, n_alive, *alive;
+  ptrdiff_t n, margin;
+  uint8_t *there;    /* margin: where the present row has a number so far */
+  uint8_t *expected; /* from the hint, or null without: 1 empty, 2 to 15 by the ratio to the mean */
+  /* What only a matrix needs; a vector, which may be as long as a whole file allows, has no memory for it. */
+  ptrdiff_t n_alive, *alive;
   uint8_t *living;          /* margin */
-  uint8_t *there;           /* margin: where the present row has a number so far */
   int32_t *count;           /* margin: numbers in the rows above */
-  uint8_t *expected;        /* from the hint: 0 unknown, 1 empty, 2 to 15 by the ratio to the mean */
   uint8_t *sign, *exponent; /* of the last number in the column */
 };
 
@@ -282,20 +284,25 @@ static void free_columns(struct columns *c) {
   free(c->alive), free(c->living), free(c->there), free(c->count), free(c->expected), free(c->sign), free(c->exponent);
 }
 
-static int make_columns(struct columns *c, ptrdiff_t n, ptrdiff_t width, ptrdiff_t plane, const int32_t *hint) {
+static int make_columns(struct columns *c, ptrdiff_t n, ptrdiff_t width, ptrdiff_t plane, const int32_t *hint,
+                        int vector) {
   size_t room = (size_t)n;
   memset(c, 0, sizeof *c);
   c->n = n;
   c->margin = (width > plane ? width : plane) + 2;
-  c->alive = malloc(room * sizeof *c->alive);
-  c->living = calloc(room + 2 * (size_t)c->margin, 1);
   c->there = calloc(room + 2 * (size_t)c->margin, 1);
-  c->count = calloc(room + 2 * (size_t)c->margin, sizeof *c->count);
-  c->expected = calloc(room, 1);
-  c->sign = calloc(room, 1);
-  c->exponent = calloc(room, 1);
-  if (!c->alive || !c->living || !c->there || !c->count || !c->expected || !c->sign || !c->exponent) return 1;
+  if (!c->there) return 1;
+  if (!vector) {
+    c->alive = malloc(room * sizeof *c->alive);
+    c->living = calloc(room + 2 * (size_t)c->margin, 1);
+    c->count = calloc(room + 2 * (size_t)c->margin, sizeof *c->count);
+    c->sign = calloc(room, 1);
+    c->exponent = calloc(room, 1);
+    if (!c->alive || !c->living || !c->count || !c->sign || !c->exponent) return 1;
+  }
   if (hint) {
+    c->expected = malloc(room);
+    if (!c->expected) return 1;
     int64_t sum = 0, fed = 0;
     for (ptrdiff_t i = 0; i < n; i++) sum += hint[i], fed += hint[i] > 0;
     for (ptrdiff_t i = 0; i < n; i++) {
@@ -328,36 +335,40 @@ static void code_row(struct pack *s, int32_t *row, struct columns *columns, ptrd
                      int vector, int mantissa) {
   int flags = FLAGS_AT + (vector ? 3 << 12 : 0), mixer = vector ? VECTOR_FLAG_MIXER : FLAG_MIXER;
   struct place at = {0};
-  for (ptrdiff_t i = 0; i < columns->n_alive && !s->failed; i++) {
-    ptrdiff_t c = columns->alive[i];
+  const ptrdiff_t n = vector ? columns->n : columns->n_alive;
+  for (ptrdiff_t i = 0; i < n && !s->failed; i++) {
+    ptrdiff_t c = vector ? i : columns->alive[i];
     uint8_t *there = columns->there + columns->margin + c;
-    const int32_t *count = columns->count + columns->margin + c;
     int left = there[-1], left2 = there[-2], behind = plane ? there[-plane] : 0;
-    int above = 0, above_left = 0, above_right = 0, around = count[-1] + count[1];
-    if (width) {
-      above = there[-width], above_left = there[-width - 1], above_right = width > 1 ? there[1 - width] : 0;
-      around += count[-width - 1] + count[-width] + count[-width + 1] + count[width - 1] + count[width] + count[width + 1];
+    int above = 0, above_left = 0, above_right = 0, here = 0, around = 0;
+    if (width) above = there[-width], above_left = there[-width - 1], above_right = width > 1 ? there[1 - width] : 0;
+    if (!vector) {
+      const int32_t *count = columns->count + columns->margin + c;
+      here = *count, around = count[-1] + count[1];
+      if (width)
+        around += count[-width - 1] + count[-width] + count[-width + 1] + count[width - 1] + count[width] + count[width + 1];
     }
     int contexts[3] = {
-        flags + columns->expected[c] * 16 + bucket(*count),
+        flags + (columns->expected ? columns->expected[c] : 0) * 16 + bucket(here),
         flags + (1 << 12) + (left | left2 << 1 | above << 2 | above_left << 3 | above_right << 4 | behind << 5),
         flags + (2 << 12) + bucket(around) * 8 + left + left2 + above + above_left + above_right + behind,
     };
     if (!code_bit(s, row[c] != 0, mixer, contexts, 3)) continue;
     s->account = &s->values;
     at.left = left ? row[c - 1] : 0, at.above = above ? row[c - width] : 0, at.behind = behind ? row[c - plane] : 0;
-    at.column_sign = columns->sign[c];
-    at.column_exponent = columns->exponent[c];
+    at.column_sign = vector ? 0 : columns->sign[c];
+    at.column_exponent = vector ? 0 : columns->exponent[c];
     int32_t value = mantissa < 0 ? code_integer(s, row[c], &at) : code_float(s, row[c], &at, mantissa);
     s->account = &s->positions;
     if (s->decoding) row[c] = value; /* an encoder's memory may be read-only */
     *there = value != 0;
+    if (vector) continue;
     columns->sign[c] = (uint8_t)sign_of(value);
     columns->exponent[c] = (uint8_t)at.row_exponent;
   }
   for (ptrdiff_t i = 0; i < columns->n_alive; i++) {
     uint8_t *there = columns->there + columns->margin + columns->alive[i];
-    if (!vector) columns->count[columns->margin + columns->alive[i]] += *there;
+    columns->count[columns->margin + columns->alive[i]] += *there;
     *there = 0;
   }
 }
@@ -372,17 +383,16 @@ int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdif
   int vector = rows == 1;
   struct columns of;
   uint8_t *row_living = calloc((size_t)rows, 1);
-  if (make_columns(&of, columns, width, plane, hint) || !row_living) s->failed = 1;
+  if (make_columns(&of, columns, width, plane, hint, vector) || !row_living) s->failed = 1;
   if (!s->failed && vector) {
     row_living[0] = 1;
-    memset(of.living + of.margin, 1, (size_t)columns);
   } else if (!s->failed) {
     for (ptrdiff_t r = 0; r < rows && !s->decoding; r++)
       for (ptrdiff_t c = 0; c < columns; c++)
         if (values[r * columns + c]) row_living[r] = of.living[of.margin + c] = 1;
     code_living(s, row_living, rows, &of, width, plane, hint);
   }
-  for (ptrdiff_t c = 0; c < columns && !s->failed; c++)
+  for (ptrdiff_t c = 0; c < columns && !vector && !s->failed; c++)
     if (of.living[of.margin + c]) of.alive[of.n_alive++] = c;
   for (ptrdiff_t r = 0; r < rows && !s->failed; r++)
     if (row_living[r]) code_row(s, values + r * columns, &of, width, plane, vector, mantissa);

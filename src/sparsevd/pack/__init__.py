@@ -16,8 +16,9 @@ from sparsevd import atomic
 from sparsevd.convert import prune
 from sparsevd.errors import FormatError
 from sparsevd.graph import Graph, capture, to_module
+from sparsevd.graph.cost import footprint
 from sparsevd.layers import SparseLayer
-from sparsevd.pack.container import Entry, Form, Packed, decode, encode
+from sparsevd.pack.container import FREE_VALUES, Entry, Form, Packed, allowed_bytes, decode, encode
 from sparsevd.pack.description import described, graph_of
 from sparsevd.pack.quantise import DTYPES, Posterior, Precision, checked, entries_of, posterior_steps, tensor_of
 from sparsevd.pack.relevance import relevant
@@ -81,23 +82,32 @@ def pack(
         extra = {name: tensor for name, tensor in graph.constants.items() if name not in state}
         packed = Packed(entries_of(state | extra, precision, steps), extra=len(extra))
         packed.graph = described(graph, [entry.name for entry in packed.entries])
+        packed.values = footprint(graph)
         _forget_irrelevant(packed.entries, graph)
     return encode(packed), packed
 
 
 @overload
-def load(path: str | Path) -> nn.Module: ...
+def load(path: str | Path, *, max_bytes: int | None = None) -> nn.Module: ...
 @overload
-def load(path: str | Path, *, into: nn.Module) -> nn.Module: ...
-def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
+def load(path: str | Path, *, into: nn.Module, max_bytes: int | None = None) -> nn.Module: ...
+def load(path: str | Path, *, into: nn.Module | None = None, max_bytes: int | None = None) -> nn.Module:
     """The network in a file: rebuilt from its graph, or its numbers put into a model of the same architecture.
 
     A file that is damaged, or does not fit, is a FormatError, and the model stays as it was.
+
+    Args:
+        path: the file.
+        into: a model to put the numbers into; needed for a file that was saved without an example.
+        max_bytes: what the tensors may take in memory. By default 64 MiB and 4096 bytes for each byte of the file,
+            which is enough for every file that `save` writes; a file that needs more is refused, and says how much.
+            The same bounds what one example takes on its way through the network, of which 1 GiB is always allowed.
+            While a file is read, up to six times as much is in use.
     """
     data = read(path)
     if into is None:
-        return rebuild(data, path)
-    into.load_state_dict(unpack(data, path, dict(into.state_dict())))
+        return rebuild(data, path, max_bytes)
+    into.load_state_dict(unpack(data, path, dict(into.state_dict()), max_bytes))
     return into
 
 
@@ -109,7 +119,12 @@ def read(path: str | Path) -> bytes:
         raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def unpack(data: bytes, name: str | Path = "the file", expected: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def unpack(
+    data: bytes,
+    name: str | Path = "the file",
+    expected: dict[str, Tensor] | None = None,
+    max_bytes: int | None = None,
+) -> dict[str, Tensor]:
     """The state_dict in the bytes of a file. With `expected`, names, shapes and types must be the same as there."""
 
     def accept(packed: Packed) -> None:
@@ -117,25 +132,29 @@ def unpack(data: bytes, name: str | Path = "the file", expected: dict[str, Tenso
             _check_fit(_state_of(packed), expected)
 
     try:
-        packed = decode(data, accept)
+        packed = decode(data, accept, max_bytes)
     except FormatError as error:
         raise FormatError(f"{name} cannot be loaded: {error}") from error
-    tensors = tensors_of(packed.entries)
+    tensors = _taken_from(packed.entries)
     return {entry.name: tensors[entry.name] for entry in _state_of(packed)}
 
 
-def rebuild(data: bytes, name: str | Path = "the file") -> nn.Module:
+def rebuild(data: bytes, name: str | Path = "the file", max_bytes: int | None = None) -> nn.Module:
     """The network in the bytes of a file that carries its graph: plain torch, in eval mode."""
-    return to_module(unpack_graph(data, name))
+    return to_module(unpack_graph(data, name, max_bytes))
 
 
-def unpack_graph(data: bytes, name: str | Path = "the file") -> Graph:
+def unpack_graph(data: bytes, name: str | Path = "the file", max_bytes: int | None = None) -> Graph:
     """The graph in the bytes of a file that carries it."""
-    try:
-        packed = decode(data)
+
+    def accept(packed: Packed) -> None:
         if not packed.graph:
             raise FormatError("it was saved without an example and holds no graph; give load(path, into=model)")
-        return graph_of(packed.graph, tensors_of(packed.entries))
+
+    try:
+        packed = decode(data, accept, max_bytes)
+        values = max(FREE_VALUES, allowed_bytes(data, max_bytes))
+        return graph_of(packed.graph, _taken_from(packed.entries), values)
     except FormatError as error:
         raise FormatError(f"{name} cannot be loaded: {error}") from error
 
@@ -152,6 +171,15 @@ def tensors_of(entries: list[Entry]) -> dict[str, Tensor]:
     return {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
 
 
+def _taken_from(entries: list[Entry]) -> dict[str, Tensor]:
+    """The same, out of the entries: what they held is let go one by one, so that not all of it is there twice."""
+    tensors: list[Tensor] = []
+    for entry in entries:
+        tensors.append(tensors[entry.alias] if entry.form == Form.ALIAS else tensor_of(entry))
+        entry.values = None
+    return {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
+
+
 def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:
     """Put to zero what cannot matter once the numbers are rounded: weights and bias of units that nothing reads."""
     tensors = tensors_of(entries)
@@ -164,13 +192,14 @@ def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:
 
 
 def _check_fit(entries: list[Entry], expected: dict[str, Tensor]) -> None:
+    tensors = {key: tensor for key, tensor in expected.items() if isinstance(tensor, Tensor)}  # not get_extra_state's
     found = {entry.name: entry for entry in entries}
     problems = {
         "missing": [key for key in expected if key not in found],
-        "not in the model": [key for key in found if key not in expected],
+        "not in the model": [key for key in found if key not in tensors],
         "of another shape or type": [
             f"{key} {found[key].shape} {DTYPES[found[key].dtype]} for {tuple(tensor.shape)} {tensor.dtype}"
-            for key, tensor in expected.items()
+            for key, tensor in tensors.items()
             if key in found and (found[key].shape != tuple(tensor.shape) or DTYPES[found[key].dtype] != tensor.dtype)
         ],
     }

@@ -7,12 +7,16 @@ is integer arithmetic: every machine makes the same bytes and reads the same num
 
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sparsevd.errors import FormatError
 
 LARGEST_STRETCH = 3071  # of the logistic domain: 12, in steps of 1/256
 CERTAIN = 16  # no probability is nearer to 0 or 1 than this, of 65536
 DECISIONS_PER_BYTE = 22720  # at least: a decision costs at least −log₂(1 − 16/65536) bits
+# What this coder decides at most unless it is allowed more: a hundred times slower than the one in C, it would take
+# a minute for a file of 400 bytes. A network that was worth training has a few decisions a byte.
+FREE_DECISIONS, SLOW_DECISIONS_PER_BYTE = 1 << 19, 1 << 10
 COUNT_LIMIT = 1023
 RATE_LIMIT = 4095
 COUNTERS = 1 << 17
@@ -52,7 +56,7 @@ class AdaptiveCoder:
     def __init__(self, data: bytes | None = None):
         self.decoding = data is not None
         self.priming = False
-        self.bits = 0.0  # what the decisions cost by their probabilities
+        self.bits = 0.0  # what the decisions cost by their probabilities; an encoder's account
         self._probability = [1 << 31] * COUNTERS  # of a one, of 2³²
         self._seen = [0] * COUNTERS
         self._weights = [[FIRST_WEIGHT] * MAX_INPUTS for _ in range(MIXERS)]
@@ -61,9 +65,26 @@ class AdaptiveCoder:
         self._out = bytearray()
         self._in = data or b""
         self._position = 0
-        self._budget = DECISIONS_PER_BYTE * (len(self._in) + 8)
+        self._possible = DECISIONS_PER_BYTE * (len(self._in) + 8)
+        self._decisions = 0
+        self.allow(0)
         for _ in range(4):
             self._code = self._code << 8 | self._next_byte()
+
+    def allow(self, more: int) -> None:
+        """Take so many decisions more than a file of this size usually has; never more than its bytes can hold."""
+        usual = FREE_DECISIONS + SLOW_DECISIONS_PER_BYTE * len(self._in)
+        self._budget = min(usual + more, self._possible)
+
+    def learn_from(self, other: "AdaptiveCoder") -> None:
+        """Know all that another has learned."""
+        self._probability, self._seen = other._probability.copy(), other._seen.copy()
+        self._weights, self._mixed = [weights.copy() for weights in other._weights], other._mixed.copy()
+
+    def expect(self, decisions: int) -> None:
+        """FormatError if there will be more decisions than may be."""
+        if decisions > self._budget:
+            self._refuse()
 
     def _next_byte(self) -> int:
         self._position += 1
@@ -71,14 +92,17 @@ class AdaptiveCoder:
 
     def decide(self, bit: int, probability: int) -> int:
         """One binary decision with a given probability of a one, of 65536."""
-        probability = min(max(probability, CERTAIN), 65536 - CERTAIN)
         if self.priming:
             return bit
+        if probability < CERTAIN:
+            probability = CERTAIN
+        elif probability > 65536 - CERTAIN:
+            probability = 65536 - CERTAIN
         bound = (self._range >> 16) * probability
         if self.decoding:
-            self._budget -= 1
-            if self._budget < 0:
-                raise FormatError("it promises more numbers than its bytes can hold")
+            self._decisions += 1
+            if self._decisions > self._budget:
+                self._refuse()
             bit = int(self._code < bound)
             if not bit:
                 self._code -= bound
@@ -87,7 +111,8 @@ class AdaptiveCoder:
             if self._low >> 32:
                 self._carry()
         self._range = bound if bit else self._range - bound
-        self.bits -= math.log2((probability if bit else 65536 - probability) / 65536)
+        if not self.decoding:
+            self.bits -= math.log2((probability if bit else 65536 - probability) / 65536)
         while self._range < 1 << 24:
             if self.decoding:
                 self._code = (self._code << 8 | self._next_byte()) & 0xFFFFFFFF
@@ -96,6 +121,14 @@ class AdaptiveCoder:
             self._low = self._low << 8 & 0xFFFFFFFF
             self._range <<= 8
         return bit
+
+    def _refuse(self) -> NoReturn:
+        if self._budget == self._possible:
+            raise FormatError("it promises more numbers than its bytes can hold")
+        raise FormatError(
+            f"it takes more than {self._budget:,} decisions, which is long without the compiled kernels; install "
+            "with a C compiler, or, if you trust the file, give max_bytes: for each of them 17 more are taken"
+        )
 
     def _carry(self) -> None:
         self._low &= 0xFFFFFFFF
@@ -108,22 +141,31 @@ class AdaptiveCoder:
 
     def code_bit(self, bit: int, mixer: int, contexts: Sequence[int]) -> int:
         """One decision predicted by the counters of these contexts."""
-        weights = self._weights[mixer]
-        inputs = [STRETCH[self._probability[c] >> 16] * TRUST[self._seen[c]] >> 16 for c in contexts]
+        weights, probabilities, seen = self._weights[mixer], self._probability, self._seen
+        inputs = [STRETCH[probabilities[c] >> 16] * TRUST[seen[c]] >> 16 for c in contexts]
         inputs.append(256)
-        dot = sum(weight * value for weight, value in zip(weights, inputs, strict=False)) >> 16
-        probability = SQUASH[min(max(dot, -LARGEST_STRETCH), LARGEST_STRETCH) + LARGEST_STRETCH]
+        dot = 0
+        for i, value in enumerate(inputs):
+            dot += weights[i] * value
+        dot = (dot >> 16) + LARGEST_STRETCH
+        probability = SQUASH[dot if 0 <= dot <= 2 * LARGEST_STRETCH else 0 if dot < 0 else -1]
         bit = self.decide(bit, probability)
 
-        step = ((bit << 16) - probability) * RATE[self._mixed[mixer]] >> 8
-        self._mixed[mixer] = min(self._mixed[mixer] + 1, RATE_LIMIT)
+        mixed = self._mixed[mixer]
+        step = ((bit << 16) - probability) * RATE[mixed] >> 8
+        if mixed < RATE_LIMIT:
+            self._mixed[mixer] = mixed + 1
         for i, value in enumerate(inputs):
-            weights[i] = min(max(weights[i] + (step * value >> 16), -WEIGHT_LIMIT), WEIGHT_LIMIT)
+            weight = weights[i] + (step * value >> 16)
+            weights[i] = (
+                weight if -WEIGHT_LIMIT <= weight <= WEIGHT_LIMIT else WEIGHT_LIMIT if weight > 0 else -WEIGHT_LIMIT
+            )
         target = 0xFFFFFFFF if bit else 0
         for context in contexts:
-            seen = self._seen[context]
-            self._probability[context] += (target - self._probability[context]) * STEP[seen] >> 16
-            self._seen[context] = min(seen + 1, COUNT_LIMIT)
+            times = seen[context]
+            probabilities[context] += (target - probabilities[context]) * STEP[times] >> 16
+            if times < COUNT_LIMIT:
+                seen[context] = times + 1
         return bit
 
     def code_raw(self, value: int, bits: int) -> int:

@@ -3,7 +3,8 @@
     "SPVD", version, CRC-32 of all other bytes, stream
 
 Whatever the file says is checked before memory is taken for it. The number of decisions is bounded by the bytes there
-are, the size of the tensors by an allowance for each byte, which the encoder pads up to where that is needed.
+are, the size of the tensors by an allowance for each byte, which the encoder pads up to where that is needed. A reader
+may allow more or less than that with `max_bytes`.
 """
 
 import math
@@ -17,17 +18,23 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsevd.errors import FormatError
+from sparsevd.errors import ArgumentError, FormatError
+from sparsevd.pack.adaptive import DECISIONS_PER_BYTE, FREE_DECISIONS, SLOW_DECISIONS_PER_BYTE
 from sparsevd.pack.fields import Reader, varint
 from sparsevd.pack.native import Coder, coder
 from sparsevd.pack.prime import PRIME
-from sparsevd.pack.symbols import INTEGERS, Matrix
+from sparsevd.pack.symbols import INTEGERS, Matrix, PythonCoder
 
 MAGIC = b"SPVD"
 VERSION = 1
 FRAME = len(MAGIC) + 1 + 4
 FREE_BYTES, MOST_PER_BYTE = 1 << 26, 1 << 16  # what the tensors of any file may take, and what each byte of it adds
 FREE_HEADER, HEADER_PER_BYTE = 1 << 16, 1 << 6  # the same for the header
+# What a reader allows who gives no `max_bytes`: for each byte of the file less than the format, since 4096 bytes of
+# float32 for a byte are 0.008 bits for each number, which a network of any use needs.
+USUAL_PER_BYTE = 1 << 12
+FREE_VALUES = 1 << 30  # what one example may take on its way through the graph, in any file
+DECISIONS_PER_TENSOR_BYTE = 17  # at most: a number of 4 bytes is told in 63, and in 2 for its row and column
 
 DTYPE_SIZES = (4, 2, 2, 8, 8, 4, 2, 1, 1, 1)  # in bytes, of the types in `quantise.DTYPES`
 FLOATS = (0, 1, 2)  # those that FLOAT and GRID can hold
@@ -81,6 +88,7 @@ class Packed:
     entries: list[Entry]
     graph: bytes = b""
     extra: int = 0
+    values: int = 0  # bytes that one example takes on its way through the graph; for the encoder
     header_bits: float = 0.0
 
 
@@ -103,15 +111,29 @@ def encode(packed: Packed, choose_widths: bool = True) -> bytes:
             after = stream.account()
             entry.bits = (after[0] - before[0], after[1] - before[1])
         content = stream.finish()
-    # As many bytes as entitle a reader to the memory that the tensors and the header take.
-    for_tensors = -(-(_dense_bytes(packed.entries) - FREE_BYTES) // MOST_PER_BYTE)
-    for_header = -(-(len(header) - FREE_HEADER) // HEADER_PER_BYTE)
-    content = content.ljust(max(for_tensors, for_header), b"\0")
+    # As many bytes as entitle a reader to the memory and the time that the file takes.
+    needed = [
+        -(-(_dense_bytes(packed.entries) - FREE_BYTES) // min(USUAL_PER_BYTE, MOST_PER_BYTE)),
+        -(-(packed.values - FREE_BYTES) // USUAL_PER_BYTE) if packed.values > FREE_VALUES else 0,
+        -(-(len(header) - FREE_HEADER) // HEADER_PER_BYTE),
+        -(-(_decisions(packed.entries) + 8 * (len(header) + 5) - FREE_DECISIONS) // SLOW_DECISIONS_PER_BYTE),
+    ]
+    content = content.ljust(max(needed), b"\0")
     return MAGIC + bytes([VERSION]) + _checksum(content) + content
 
 
-def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None) -> Packed:
+def allowed_bytes(data: bytes, max_bytes: int | None) -> int:
+    """What the tensors of a file may take: `max_bytes`, or what every file is allowed that `encode` makes."""
+    if max_bytes is None:
+        return FREE_BYTES + USUAL_PER_BYTE * max(0, len(data) - FRAME)
+    if type(max_bytes) is not int or max_bytes < 0:
+        raise ArgumentError(f"max_bytes={max_bytes!r} must be a number of bytes, or None for what a usual file takes")
+    return max_bytes
+
+
+def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None, max_bytes: int | None = None) -> Packed:
     """The content of a file, or a FormatError. `accept` sees the header before any tensor is unpacked."""
+    allowed = allowed_bytes(data, max_bytes)
     if data[: len(MAGIC)] != MAGIC:
         raise FormatError("it is not a sparsevd model file: it does not begin with SPVD")
     if len(data) < FRAME:
@@ -122,6 +144,8 @@ def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None) 
     if data[len(MAGIC) + 1 : FRAME] != _checksum(content):
         raise FormatError("it is damaged or cut off: its checksum does not match")
     with closing(coder(content)) as stream:
+        if isinstance(stream, PythonCoder) and max_bytes is not None:
+            stream.allow(DECISIONS_PER_TENSOR_BYTE * max_bytes)
         stream.prime(PRIME)
         size = _decoded_varint(stream)
         if size > FREE_HEADER + HEADER_PER_BYTE * len(content):
@@ -129,8 +153,19 @@ def decode(data: bytes, accept: Callable[[Packed], None] = lambda packed: None) 
         header = bytearray(size)
         stream.code_bytes(header)
         packed = _parsed(bytes(header))
-        if _dense_bytes(packed.entries) > FREE_BYTES + MOST_PER_BYTE * len(content):
-            raise FormatError(f"its {len(data):,} bytes claim to hold {_dense_bytes(packed.entries):,}")
+        needed = _dense_bytes(packed.entries)
+        if needed > FREE_BYTES + MOST_PER_BYTE * len(content):
+            raise FormatError(f"its {len(data):,} bytes claim to hold {needed:,}")
+        if needed > allowed:
+            raise FormatError(
+                f"its tensors take {needed:,} bytes, and {allowed:,} are allowed; if you trust the file, give "
+                f"max_bytes={needed}"
+            )
+        decisions = sum(map(_least_decisions, packed.entries))
+        if decisions > DECISIONS_PER_BYTE * (len(content) + 8):
+            raise FormatError("it promises more numbers than its bytes can hold")
+        if isinstance(stream, PythonCoder):
+            stream.expect(decisions)
         accept(packed)
         for entry, plane, hint in with_context(packed.entries):
             if entry.form == Form.RAW:
@@ -148,6 +183,33 @@ def _checksum(content: bytes) -> bytes:
 def _dense_bytes(entries: list[Entry]) -> int:
     """The memory that the tensors take; an empty dimension counts as one, since the others cost memory too."""
     return sum(math.prod(max(1, size) for size in e.shape) * max(4, DTYPE_SIZES[e.dtype]) for e in entries)
+
+
+def _least_decisions(entry: Entry) -> int:
+    """How many decisions a tensor takes if it is all zeros; with more of them than it has bytes for, a file is none."""
+    if entry.form == Form.ALIAS or not entry.numel:
+        return 0
+    if entry.form == Form.RAW:
+        return 8 * entry.numel * DTYPE_SIZES[entry.dtype]
+    rows, columns = entry.matrix_shape
+    return columns if rows == 1 else rows + columns
+
+
+def _decisions(entries: list[Entry]) -> int:
+    """How many decisions these tensors take, or a few more."""
+    total = 0
+    for entry in entries:
+        total += _least_decisions(entry)
+        if not isinstance(entry.values, np.ndarray) or not entry.values.size:
+            continue
+        numbers = entry.values[entry.values != 0]
+        if len(entry.values) > 1:
+            total += int(entry.values.any(axis=1).sum()) * int(entry.values.any(axis=0).sum())
+        if entry.form == Form.FLOAT:
+            total += (9 + entry.mantissa) * len(numbers)
+        else:
+            total += 2 * int(np.frexp(numbers)[1].sum(dtype=np.int64)) + len(numbers)
+    return total
 
 
 def with_context(entries: list[Entry]) -> Iterator[tuple[Entry, int, Matrix | None]]:
@@ -168,7 +230,7 @@ def with_context(entries: list[Entry]) -> Iterator[tuple[Entry, int, Matrix | No
         yield entry, plane, hint
         if len(entry.shape) > 1:
             assert isinstance(entry.values, np.ndarray)
-            fullness = np.count_nonzero(entry.values, axis=1).astype(np.int32)
+            fullness = (entry.values != 0).sum(axis=1, dtype=np.int32)
 
 
 def _code(stream: Coder, entry: Entry, plane: int, hint: Matrix | None) -> None:
@@ -269,6 +331,8 @@ def _parsed_entry(reader: Reader, earlier: list[Entry]) -> Entry:
         alias = reader.varint()
         if alias >= len(earlier) or earlier[alias].form == Form.ALIAS:
             raise FormatError(f"{name!r} is said to be the same as a tensor that does not come before it")
+        if dtype != earlier[alias].dtype:
+            raise FormatError(f"{name!r} is said to be the same as {earlier[alias].name!r}, of another type")
         return Entry(name, dtype, earlier[alias].shape, form, alias=alias)
     dimensions = reader.varint()
     if dimensions > 16:

@@ -4,23 +4,24 @@ Names of nodes are not kept: a layer is called after its weight, everything else
 only where the operation does not give them away.
 """
 
-import re
 import struct
 
 from torch import Tensor
 
 from sparsevd.errors import FormatError, GraphError
 from sparsevd.graph import OPS, Attribute, Graph, Node
+from sparsevd.graph.cost import footprint
 from sparsevd.pack.fields import Reader, signed, unsigned, varint
 
 _LISTS = ("naturals", "positives", "axes", "shape")
 _WORDS = ("dtype", "gelu", "padding")
-_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)  # torch.fx puts names into code
+_FLOATS = ("float", "eps")
 
 
 def described(graph: Graph, constants: list[str]) -> bytes:
     """The bytes of a graph; `constants` are the names of the file's tensors, in their order."""
     places = {node.name: i for i, node in enumerate(graph.nodes)}
+    numbers = {name: i for i, name in enumerate(constants)}
     shapes = {node.name: node.shape for node in graph.nodes}
     tensors = {name: tuple(tensor.shape) for name, tensor in graph.constants.items()}
     out = bytearray(varint(len(graph.nodes)))
@@ -31,23 +32,24 @@ def described(graph: Graph, constants: list[str]) -> bytes:
             if name in places:
                 out += varint(2 * (i - 1 - places[name]))
             else:
-                out += varint(2 * unsigned(constants.index(name) - expected) + 1)
-                expected = constants.index(name) + 1
+                out += varint(2 * unsigned(numbers[name] - expected) + 1)
+                expected = numbers[name] + 1
         for key, kind in OPS[node.op].attributes.items():
             out += _attribute(kind, node.attributes[key])
-        guess = _guess(node.op, [shapes.get(name) or tensors[name] for name in node.inputs], node.attributes)
+        read = [shapes[name] if name in shapes else tensors[name] for name in node.inputs]
+        guess = _guess(node.op, read, node.attributes)
         out += b"\0" if guess == node.shape else b"\1" + _attribute("shape", node.shape)
     out += varint(len(graph.outputs)) + b"".join(varint(len(graph.nodes) - 1 - places[name]) for name in graph.outputs)
     frozen = [i for i, name in enumerate(constants) if name in graph.constants and name not in graph.parameters]
     return bytes(out) + varint(len(frozen)) + b"".join(map(varint, frozen))
 
 
-def graph_of(data: bytes, constants: dict[str, Tensor]) -> Graph:
-    """The graph of these bytes, or a FormatError; `constants` are the file's tensors in their order."""
+def graph_of(data: bytes, constants: dict[str, Tensor], max_bytes: int) -> Graph:
+    """The graph of these bytes, or a FormatError; `constants` are the file's tensors in their order.
+
+    One example may take `max_bytes` on its way through the graph.
+    """
     names = list(constants)
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise FormatError(f"the tensor name {name!r} is not a path of plain words, as a network has it")
     reader = Reader(data, "graph")
     nodes: list[Node] = []
     used: list[int] = []
@@ -61,9 +63,16 @@ def graph_of(data: bytes, constants: dict[str, Tensor]) -> Graph:
     kept = {names[i]: constants[names[i]] for i in sorted(set(used))}
     parameters = frozenset(name for i, name in enumerate(names) if name in kept and i not in frozen)
     try:
-        return Graph(tuple(nodes), kept, outputs, parameters).check()
+        graph = Graph(tuple(nodes), kept, outputs, parameters).check()
     except GraphError as error:
         raise FormatError(f"its graph is damaged: {error}") from error
+    needed = footprint(graph)
+    if needed > max_bytes:
+        raise FormatError(
+            f"one example takes {needed:,} bytes on its way through the graph, and {max_bytes:,} are allowed; if you "
+            f"trust the file, give max_bytes={needed}"
+        )
+    return graph
 
 
 def _node(
@@ -119,7 +128,7 @@ def _attribute(kind: str, value: Attribute) -> bytes:
         return varint(len(value)) + b"".join(varint(unsigned(item) if kind == "shape" else item) for item in value)
     if kind in _WORDS:
         return str(value).encode() + b"\n"
-    if kind == "float":
+    if kind in _FLOATS:
         return struct.pack(">d", value)
     assert isinstance(value, int)
     return varint(value)
@@ -130,7 +139,7 @@ def _parsed(reader: Reader, kind: str) -> Attribute:
         return reader.numbers(signs=kind == "shape")
     if kind in _WORDS:
         return reader.line()
-    if kind == "float":
+    if kind in _FLOATS:
         return float(struct.unpack(">d", reader.take(8))[0])
     value = reader.varint()
     return value != 0 if kind == "bool" else value

@@ -88,8 +88,8 @@ def entries_of(
             raise ArgumentError(f"{name} cannot be saved: it is not a dense tensor of a known type")
         if tensor.is_meta:
             raise ArgumentError(f"{name} cannot be saved: it is on the meta device and has no numbers")
-        if "\n" in name:
-            raise ArgumentError(f"{name!r} cannot be saved: a name may not hold a line break")
+        if "\n" in name or name.encode(errors="replace").decode() != name:
+            raise ArgumentError(f"{name!r} cannot be saved: a name may not hold a line break or half a character")
         dtype = DTYPES.index(tensor.dtype)
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
         if tensor.numel() and place in places:
@@ -113,7 +113,8 @@ def tensor_of(entry: Entry) -> Tensor:
     if entry.form == Form.FLOAT:
         numbers = entry.values.view(np.float32)
     else:
-        numbers = entry.values.astype(np.float32) * np.float32(entry.step_value)
+        with np.errstate(over="ignore"):  # a file may say what only infinity can hold
+            numbers = np.multiply(entry.values, np.float32(entry.step_value), dtype=np.float32, casting="unsafe")
     return torch.from_numpy(numbers).reshape(entry.shape).to(DTYPES[entry.dtype])
 
 

@@ -28,23 +28,25 @@ def relevant(graph: Graph) -> dict[str, Tensor]:
         for node in graph.nodes
         if node.shape[:1] == (-1,) and min(node.shape[1:], default=0) >= 0
     }
-    needed = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
-    needed |= {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in graph.constants.items()}
-    for name in graph.outputs:
-        if name in shapes:
-            needed[name].fill_(True)
+    sizes = shapes | {name: tuple(tensor.shape) for name, tensor in graph.constants.items()}
+    needed = {name: torch.ones(shapes[name], dtype=torch.bool) for name in graph.outputs if name in shapes}
     for node in reversed(graph.nodes):
+        if node.name in shapes and node.name not in needed:  # nothing reads it
+            needed[node.name] = torch.zeros(shapes[node.name], dtype=torch.bool)
         rule = _RULES.get(node.op) if node.name in shapes else None
         masks = rule(node, needed[node.name], graph, shapes) if rule else None
         for i, name in enumerate(node.inputs):
             mask = masks[i] if masks is not None else None
-            if name not in needed:
+            if name not in sizes:
                 continue
             if mask is None:
-                needed[name].fill_(True)
+                needed[name] = torch.ones(sizes[name], dtype=torch.bool)
             else:
-                needed[name] |= mask
-    return {name: needed[name] for name in graph.constants}
+                needed[name] = needed[name] | mask if name in needed else mask.expand(sizes[name])
+        needed.pop(node.name, None)  # all who read it have been seen
+    return {
+        name: needed.get(name, torch.zeros(tensor.shape, dtype=torch.bool)) for name, tensor in graph.constants.items()
+    }
 
 
 _Masks = Sequence[Tensor | None] | None

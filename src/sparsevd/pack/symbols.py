@@ -5,6 +5,8 @@ and the number: sign, exponent, mantissa. The contexts are what Sparse VD leaves
 neighbours in the filter or the image, how full the column is and how full the row of the layer before that feeds it.
 """
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,17 +46,30 @@ class PythonCoder:
     def close(self) -> None:
         """Nothing to give back."""
 
+    def allow(self, more: int) -> None:
+        """Take so many decisions more than a file of this size usually has."""
+        self._coder.allow(more)
+
+    def expect(self, decisions: int) -> None:
+        """FormatError if so many decisions are more than may be."""
+        self._coder.expect(decisions)
+
     def prime(self, known: bytes) -> None:
-        """Learn from bytes that both sides know."""
-        decoding, self._coder.decoding, self._coder.priming = self._coder.decoding, False, True
+        """Know all that can be learned from bytes that both sides have."""
+        self._coder.learn_from(_primed(known)._coder)
+
+    def learn(self, known: bytes) -> "PythonCoder":
+        """Learn from bytes, one by one; `prime` has what was learned before."""
+        self._coder.priming = True
         self.code_bytes(bytearray(known))
-        self._coder.decoding, self._coder.priming = decoding, False
+        self._coder.priming = False
+        return self
 
     def finish(self) -> bytes:
         return self._coder.finish()
 
     def account(self) -> tuple[float, float]:
-        """Bits spent so far: on positions, and on values and bytes."""
+        """Bits an encoder spent so far: on positions, and on values and bytes."""
         return self._spent[0], self._coder.bits - self._spent[0]
 
     def code_bytes(self, data: bytearray) -> None:
@@ -213,6 +228,12 @@ class PythonCoder:
         fraction = fraction << rest | self._coder.code_raw(bits >> (23 - mantissa) & (1 << rest) - 1, rest)
         bits = negative << 31 | exponent << 23 | fraction << (23 - mantissa)
         return bits - (1 << 32) if negative else bits, exponent & 31
+
+
+@functools.cache
+def _primed(known: bytes) -> PythonCoder:
+    """A coder that knows these bytes, kept: learning them anew would take longer than reading a small file."""
+    return PythonCoder().learn(known)
 
 
 def _expected(hints: list[int] | None, columns: int) -> list[int]:
