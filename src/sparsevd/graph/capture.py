@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import GraphError
+from sparsevd.graph import names
 from sparsevd.graph.aten import HANDLERS
 from sparsevd.graph.operations import DTYPE_NAMES
 from sparsevd.graph.structure import Graph
@@ -44,7 +45,8 @@ def capture(model: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Graph:
         torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that hides the whole layer
         graph = _translate(model, examples)
         with torch.no_grad():
-            expected, found = model(*examples), graph(*examples)
+            found = graph(*examples)  # first, since it says what it cannot compute
+            expected = model(*examples)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, training in modes.items():
@@ -57,6 +59,14 @@ def _check_arguments(model: nn.Module, examples: tuple[Tensor, ...]) -> None:
     for module_name, module in model.named_modules():
         if isinstance(module, SparseLayer):
             raise GraphError(f"{module_name or 'the model'} is a Sparse VD layer; call sparsevd.prune first")
+    paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()) if name]
+    for path in paths:
+        bad = names.unfit(path)
+        if bad is not None:
+            raise GraphError(
+                f"{path!r} needs another name: torch.export writes names into code, and {bad!r} is a word of Python, "
+                f"an attribute of torch's modules, or no plain word. {STILL_WORKS}"
+            )
     batches = {value.shape[0] if isinstance(value, Tensor) and value.ndim else None for value in examples}
     if len(batches) != 1 or None in batches or 0 in batches:
         raise GraphError("example must be a tensor, or a tuple of tensors, with the same batch size as first axis")

@@ -4,33 +4,35 @@ Layers whose tensors are constants become `nn.Linear`, `nn.Conv2d` and so on und
 `sparsevd.summary`, `torch.compile` and further training work as on any network; all else is a call of a torch function.
 """
 
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from sparsevd.errors import GraphError
+from sparsevd.graph import names
 from sparsevd.graph.structure import Graph, Node, evaluate
 
-_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)  # torch.fx writes names into the code that it makes
+_DEEPEST = 32  # words of a name that become modules in each other
 
 # What identifies a layer: two nodes with the same are one module called twice.
 _Layer = tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 
 def to_module(graph: Graph) -> nn.Module:
-    """A torch module that computes the graph, in eval mode. It has its own copies of the tensors."""
-    for name in (*(node.name for node in graph.nodes), *graph.constants):
-        if not _NAME.fullmatch(name):
-            raise GraphError(f"the name {name!r} cannot be that of a module: letters, digits, _ and dots between them")
-    root = nn.Module()
+    """A torch module that computes the graph, in eval mode. It has its own copies of the tensors.
+
+    Their names are the graph's wherever torch can have them; see `sparsevd.graph.names`.
+    """
+    tree = _Tree()
     traced = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(traced)
     values: dict[str, fx.Proxy] = {}
-    for node in graph.inputs:
-        values[node.name] = fx.Proxy(traced.placeholder(node.name.replace(".", "_")), tracer)
+    arguments: set[str] = set()
+    for i, node in enumerate(graph.inputs):
+        argument = names.argument(node.name, i, arguments)
+        arguments.add(argument)
+        values[node.name] = fx.Proxy(traced.placeholder(argument), tracer)
     batch: Any = _Batch(values[graph.inputs[0].name])
     layers = _layers(graph)
     paths: dict[_Layer, str] = {}
@@ -40,18 +42,27 @@ def to_module(graph: Graph) -> nn.Module:
         if node.name in layers:
             key = layers[node.name]
             if key not in paths:
-                paths[key] = _put(root, _path_of(node), _build(graph, node))
-            values[node.name] = fx.Proxy(traced.call_module(paths[key], (values[node.inputs[0]].node,)), tracer)
+                paths[key] = tree.put(_path_of(node), _build(graph, node))
+            call = traced.create_node(
+                "call_module", paths[key], (values[node.inputs[0]].node,), name=_variable(paths[key])
+            )
+            values[node.name] = fx.Proxy(call, tracer)
             continue
         for name in node.inputs:
             if name not in values:
                 tensor = graph.constants[name].clone()
-                path = _put(root, name, nn.Parameter(tensor) if name in graph.parameters else tensor)
-                values[name] = fx.Proxy(traced.get_attr(path), tracer)
+                trained = name in graph.parameters and tensor.is_floating_point()
+                path = tree.put(name, nn.Parameter(tensor) if trained else tensor)
+                values[name] = fx.Proxy(traced.create_node("get_attr", path, name=_variable(path)), tracer)
         values[node.name] = evaluate(node, [values[name] for name in node.inputs], batch)  # type: ignore[assignment, misc]
     results = tuple(values[name].node for name in graph.outputs)
     traced.output(results[0] if len(results) == 1 else results)
-    return fx.GraphModule(root, traced, "Network").eval()
+    return fx.GraphModule(tree.root, traced, "Network").eval()
+
+
+def _variable(path: str) -> str:
+    """What the value of a module or tensor is called in the code; torch.fx sees to the rest."""
+    return f"{path}_" if path == "self" else path
 
 
 class _Batch:
@@ -91,11 +102,11 @@ def _path_of(node: Node) -> str:
 
 
 def _build(graph: Graph, node: Node) -> nn.Module:
-    make, names = _BUILDERS[node.op]
+    make, places = _BUILDERS[node.op]
     tensors = [graph.constants[name] for name in node.inputs[1:]]
     with torch.device("meta"):  # no time for initial values
         layer: nn.Module = make(node, *tensors)
-    for name, key, tensor in zip(names, node.inputs[1:], tensors, strict=False):
+    for name, key, tensor in zip(places, node.inputs[1:], tensors, strict=False):
         if name in layer._buffers:
             setattr(layer, name, tensor.clone())
         else:
@@ -159,22 +170,37 @@ _BUILDERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-def _put(root: nn.Module, wanted: str, item: nn.Module | Tensor) -> str:
-    """Put a layer or a tensor at a path; the path is another one if something is there already."""
-    *parents, last = wanted.split(".")
-    place = root
-    for parent in parents:
-        if parent not in place._modules:
-            place.add_module(parent, nn.Module())
-        place = place.get_submodule(parent)
-    name, number = last, 0
-    while name in place._modules or name in place._parameters or name in place._buffers:
-        number += 1
-        name = f"{last}_{number}"
-    if isinstance(item, nn.Module):
-        place.add_module(name, item)
-    elif isinstance(item, nn.Parameter):
-        place.register_parameter(name, item)
-    else:
-        place.register_buffer(name, item)
-    return ".".join([*parents, name])
+class _Tree:
+    """Modules and tensors at their paths."""
+
+    def __init__(self) -> None:
+        self.root = nn.Module()
+        self._parents: dict[tuple[nn.Module, str], str] = {}
+        self._numbers: Counter[tuple[nn.Module, str]] = Counter()
+
+    def put(self, wanted: str, item: nn.Module | Tensor) -> str:
+        """Put a layer or a tensor at a path; the path is another one if something is there already."""
+        *parents, last = (names.word(text) for text in wanted.split(".", _DEEPEST))
+        place, path = self.root, []
+        for parent in parents:
+            name = parent if parent in place._modules else self._parents.get((place, parent), "")
+            if not name:
+                name = self._parents[place, parent] = self._free(place, parent)
+                place.add_module(name, nn.Module())
+            path.append(name)
+            place = place.get_submodule(name)
+        name = self._free(place, last)
+        if isinstance(item, nn.Module):
+            place.add_module(name, item)
+        elif isinstance(item, nn.Parameter):
+            place.register_parameter(name, item)
+        else:
+            place.register_buffer(name, item)
+        return ".".join([*path, name])
+
+    def _free(self, place: nn.Module, wanted: str) -> str:
+        name = wanted
+        while hasattr(place, name) or (place is self.root and name in names.reserved(at_top=True)):
+            self._numbers[place, wanted] += 1
+            name = f"{wanted}_{self._numbers[place, wanted]}"
+        return name

@@ -50,6 +50,7 @@ KINDS: dict[str, Callable[[object], bool]] = {
     "axes": _ints(0),
     "shape": _ints(-(2**31)),  # sizes; -k stands for k times the batch size
     "float": lambda value: type(value) is float and not math.isnan(value),
+    "eps": lambda value: type(value) is float and 0 <= value < math.inf,
     "bool": lambda value: type(value) is bool,
     "dtype": lambda value: type(value) is str and value in DTYPES,
     "gelu": lambda value: value in ("none", "tanh"),
@@ -137,9 +138,9 @@ OPS: dict[str, Operation] = {
             "groups": "positive",
         },
     ),
-    "batch_norm": Operation(_batch_norm, 5, 5, {"eps": "float"}),
-    "layer_norm": Operation(_layer_norm, 3, 3, {"eps": "float"}),
-    "group_norm": Operation(_group_norm, 3, 3, {"groups": "positive", "eps": "float"}),
+    "batch_norm": Operation(_batch_norm, 5, 5, {"eps": "eps"}),
+    "layer_norm": Operation(_layer_norm, 3, 3, {"eps": "eps"}),
+    "group_norm": Operation(_group_norm, 3, 3, {"groups": "positive", "eps": "eps"}),
     "embedding": Operation(F.embedding, 2, 2, {}),
     "prelu": Operation(F.prelu, 2, 2, {}),
     # Element by element.

@@ -12,6 +12,8 @@ from typing import Any
 from sparsevd.graph.operations import OPS
 
 Shape = tuple[int, ...]
+MOST_AXES = 16  # as many as a tensor of a model file; torch takes no more than 64, and less in places
+MOST_ELEMENTS = 2**40  # of a value, for one example
 
 
 def result_shape(op: str, shapes: Sequence[Shape], attributes: dict[str, Any]) -> Shape:
@@ -22,8 +24,14 @@ def result_shape(op: str, shapes: Sequence[Shape], attributes: dict[str, Any]) -
         )
     rule: Callable[..., Shape] = _RULES.get(op, _same)
     result = rule(*shapes, **attributes)
-    _require(elements(result)[0] < 2**40, f"its result would have {elements(result)[0]:,} elements")
+    check_size(result)
     return result
+
+
+def check_size(shape: Shape) -> None:
+    """ValueError for what no tensor can be."""
+    _require(len(shape) <= MOST_AXES, f"its result would have {len(shape)} axes")
+    _require(elements(shape)[0] < MOST_ELEMENTS, f"its result would have {elements(shape)[0]:,} elements")
 
 
 def elements(shape: Shape) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """A network as plain data: nodes in the order of computation, and constants by name."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from sparsevd.errors import GraphError
 from sparsevd.graph.operations import DTYPES, KINDS, OPS, Attribute
-from sparsevd.graph.shapes import result_shape
+from sparsevd.graph.shapes import check_size, result_shape
 
 FORMAT = 1
+MOST_NODES = 10_000  # the largest networks in use have 3,000; to rebuild one takes a fraction of a millisecond a node
 
 # These take values of any type; the others want floats.
 _ANY_TYPE = ("reshape", "expand", "permute", "slice", "select", "concat")
@@ -73,14 +75,17 @@ class Graph:
         uses = Counter(name for node in self.nodes for name in node.inputs)
         values: dict[str, Tensor] = {}
         batch = next(iter(given.values())).shape[0]
+        outputs = set(self.outputs)
         for node in self.nodes:
             if node.op == "input":
                 value = given[node.name]
             else:
                 arguments = [constants[name] if name in constants else values[name] for name in node.inputs]
+                if node.op == "embedding":
+                    _check_indices(node, *arguments)
                 value = evaluate(node, arguments, batch)
             values[node.name] = value
-            if node.name in self.outputs:
+            if node.name in outputs:
                 yield node.name, value
             for name in node.inputs:
                 uses[name] -= 1
@@ -93,6 +98,8 @@ class Graph:
         Checked are names, operations, number of inputs, attributes and their values, and that each shape is the one
         the operation gives, for any batch size. Nothing is computed.
         """
+        if len(self.nodes) > MOST_NODES or len(self.outputs) > MOST_NODES:
+            raise GraphError(f"the graph has {len(self.nodes):,} operations; there may be {MOST_NODES:,} at most")
         self._check_names()
         for node in self.nodes:
             _check_node(node)
@@ -127,12 +134,14 @@ class Graph:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.constants.items()}
         types = {name: tensor.dtype for name, tensor in self.constants.items()}
         for node in self.nodes:
-            if node.op == "input":
-                shapes[node.name], types[node.name] = node.shape, DTYPES[str(node.attributes["dtype"])]
-                continue
             try:
+                if node.op == "input":
+                    check_size(node.shape)
+                    shapes[node.name], types[node.name] = node.shape, DTYPES[str(node.attributes["dtype"])]
+                    continue
                 shape = result_shape(node.op, [shapes[name] for name in node.inputs], node.attributes)
                 types[node.name] = _result_type(node, [types[name] for name in node.inputs])
+                _check_numbers(node, types[node.name])
             except (ValueError, TypeError, IndexError) as error:
                 raise GraphError(f"{node.op} {node.name!r} does not fit its inputs: {error}") from error
             if shape != node.shape:
@@ -215,6 +224,14 @@ def evaluate(node: Node, arguments: list[Tensor], batch: int) -> Tensor:
     return OPS[node.op].compute(*arguments, **attributes)
 
 
+def _check_indices(node: Node, indices: Tensor, table: Tensor) -> None:
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < len(table):
+        raise GraphError(
+            f"embedding {node.name!r} has {len(table)} rows, and is asked for those from {int(indices.min())} to "
+            f"{int(indices.max())}"
+        )
+
+
 def sizes(shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
     """A shape with the batch size put in."""
     return tuple(size if size >= 0 else -size * batch for size in shape)
@@ -240,7 +257,9 @@ def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
     """The type of a result, or TypeError. Only lookups, casts, arithmetic and moves take anything but floats."""
     if node.op == "cast":
         return DTYPES[str(node.attributes["dtype"])]
-    if node.op == "embedding" and types[0] in (torch.int64, torch.int32) and types[1].is_floating_point:
+    if node.op == "embedding":
+        if types[0] not in (torch.int64, torch.int32) or not types[1].is_floating_point:
+            raise TypeError(f"a table of {types[1]} with indices of {types[0]}")
         return types[1]
     if node.op == "attention" and types[3:] == [torch.bool]:
         types = types[:3]
@@ -252,6 +271,13 @@ def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
     if len(set(types)) != 1 or not types[0].is_floating_point:
         raise TypeError(f"types {', '.join(map(str, types))}")
     return types[0]
+
+
+def _check_numbers(node: Node, dtype: torch.dtype) -> None:
+    """TypeError for a number that the values' type does not have."""
+    for key, value in node.attributes.items():
+        if type(value) is float and math.isfinite(value) and abs(value) > torch.finfo(dtype).max:
+            raise TypeError(f"{key}={value} is too large for {dtype}")
 
 
 def _check_node(node: Node) -> None:
