@@ -166,7 +166,7 @@ def info(
     print(checkpoint_info.info(checkpoint, threshold), flush=True)
     try:
         restored = restore.restore(checkpoint, model=model, input_shape=shape, threshold=threshold)
-        report = compact(restored.network, restored.example).compaction
+        report = compact(restored.graph or restored.network, restored.example).compaction
     except SparseVDError as error:
         if model or input_shape:
             raise
@@ -211,7 +211,7 @@ def export(
     restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
     network = restored.network
     if smaller:
-        network = compact(network, restored.example)
+        network = compact(restored.graph or network, restored.example)
         print(network.compaction)
     if to == "c":
         from sparsevd.runtime.c_export import export_c

@@ -14,9 +14,12 @@ from sparsevd import json_object, pack
 from sparsevd.checkpoint import KEY, Checkpoint, check_fit, read_tensors
 from sparsevd.checkpoint_info import pruned_tensors
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
-from sparsevd.graph import DTYPES, to_module
+from sparsevd.graph import DTYPES, Graph, to_module
+from sparsevd.graph.cost import operations
 from sparsevd.run import SUMMARY, build_model
 from sparsevd.run_folder import CHECKPOINT
+
+MOST_OPERATIONS = 1 << 37  # for one example of a network from a file, which is run to be reported on; VGG-16 has 2³⁴
 
 # Shape of one example, and number of classes.
 _DATA = {"mnist": ((1, 28, 28), 10), "cifar10": ((3, 32, 32), 10), "cifar100": ((3, 32, 32), 100)}
@@ -24,10 +27,11 @@ _DATA = {"mnist": ((1, 28, 28), 10), "cifar10": ((3, 32, 32), 10), "cifar100": (
 
 @dataclass(frozen=True)
 class Restored:
-    """A plain network with its zeros, in eval mode, and an input for it."""
+    """A plain network with its zeros, in eval mode, an input for it, and its graph if that is known."""
 
     network: nn.Module
     example: Tensor
+    graph: Graph | None = None
 
 
 def restore(
@@ -75,8 +79,13 @@ def _from_model_file(path: Path, threshold: float | None) -> Restored:
     if len(graph.inputs) != 1:
         raise ArgumentError(f"{path} takes {len(graph.inputs)} inputs; only networks of one are supported here")
     (node,) = graph.inputs
+    if operations(graph) > MOST_OPERATIONS:
+        raise FormatError(
+            f"{path} takes {operations(graph):,} operations for one example, and only networks of up to "
+            f"{MOST_OPERATIONS:,} are run here; use sparsevd.load and an example of your own"
+        )
     shape = [max(1, size) for size in node.shape]  # −1 is the batch
-    return Restored(to_module(graph), torch.zeros(shape, dtype=DTYPES[str(node.attributes["dtype"])]))
+    return Restored(to_module(graph), torch.zeros(shape, dtype=DTYPES[str(node.attributes["dtype"])]), graph)
 
 
 def _told(folder: Path) -> tuple[str | None, str | None]:

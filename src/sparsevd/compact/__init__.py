@@ -7,17 +7,22 @@ other, but looks at no values. Taking a constant unit out with it changes the ou
 it will not remove. Folding needs the graph, and with the graph the dependencies are the smaller part.
 """
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd.compact.analysis import Analysis
+from sparsevd.compact.analysis import Analysis, Read
 from sparsevd.compact.rewrite import fold_batch_norms, merge_constants, needed, without_units
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, capture, cost, to_module
 
 TOLERANCE = 1e-5  # of the largest output
+# Each pass may free a layer more, from the last to the first. A pass takes a microsecond for each unit and a
+# millisecond for each node; after so many of both the graph stays as it is by then, which is right at any time.
+MOST_WORK = 1 << 25
+_NODE_WORK = 1 << 10  # units that take as long as a node
 
 _LAYERS = ("linear", "conv", "conv_transpose", "embedding")
 
@@ -67,7 +72,7 @@ class Compaction:
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
 
-def compact(pruned: nn.Module, example: Tensor | tuple[Tensor, ...]) -> nn.Module:
+def compact(pruned: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> nn.Module:
     """A plain torch network of the same function with fewer units.
 
         small = sparsevd.compact(pruned, torch.zeros(1, 1, 28, 28))
@@ -80,10 +85,10 @@ def compact(pruned: nn.Module, example: Tensor | tuple[Tensor, ...]) -> nn.Modul
     alone.
 
     Args:
-        pruned: a plain network, as `sparsevd.prune` returns it.
+        pruned: a plain network, as `sparsevd.prune` returns it, or its graph.
         example: an input with the batch as its first axis; a tuple for several inputs.
     """
-    graph = capture(pruned, example)
+    graph = pruned if isinstance(pruned, Graph) else capture(pruned, example)
     examples = example if isinstance(example, tuple) else (example,)
     small, report = compact_graph(graph)
     difference = _difference(graph, small, examples)
@@ -97,15 +102,20 @@ def compact(pruned: nn.Module, example: Tensor | tuple[Tensor, ...]) -> nn.Modul
 
 def compact_graph(graph: Graph) -> tuple[Graph, Compaction]:
     """The graph with fewer units, and what was done. Pure: computes nothing but constants."""
-    small = needed(graph)
+    small, work, note = needed(graph), 0, ""
     while True:
         merged = merge_constants(Analysis(fold_batch_norms(small)))
-        smaller = without_units(Analysis(merged))
+        analysis = Analysis(merged)
+        smaller = without_units(analysis)
         if _size(smaller) == _size(small):
             break
         small = smaller
+        work += analysis.count + _NODE_WORK * len(small.nodes)
+        if work > MOST_WORK:
+            note = "not all that could go is gone: each pass over this network finds a little more, and they take long"
+            break
     small = small.check()
-    return small, _report(graph, small)
+    return small, _report(graph, small, note)
 
 
 def _size(graph: Graph) -> tuple[int, int, int]:
@@ -130,6 +140,11 @@ def _difference(graph: Graph, small: Graph, examples: tuple[Tensor, ...]) -> flo
 def _report(graph: Graph, small: Graph, note: str = "") -> Compaction:
     analysis = Analysis(small)
     after = {node.name: node for node in small.nodes}
+    reads: dict[str, list[Read]] = defaultdict(list)
+    for read in analysis.reads:
+        reads[read.value].append(read)
+    readers = Counter(name for node in small.nodes for name in set(node.inputs))
+    outputs = set(small.outputs)
     layers = []
     for node in graph.nodes:
         if node.op not in _LAYERS:
@@ -137,17 +152,16 @@ def _report(graph: Graph, small: Graph, note: str = "") -> Compaction:
         now = after.get(node.name)
         axis = len(node.shape) - 1 if node.op in ("linear", "embedding") else 1
         alive = 0 if now is None or now.op == "expand" else now.shape[axis]
-        layers.append(LayerCompaction(node.name, node.shape[axis], alive, _stayed(analysis, node.name)))
+        stayed = {} if node.name in outputs else _stayed(analysis, node.name, reads[node.name], readers[node.name])
+        layers.append(LayerCompaction(node.name, node.shape[axis], alive, stayed))
     return Compaction(tuple(layers), _unread(analysis), cost.cost(graph), cost.cost(small), note)
 
 
-def _stayed(analysis: Analysis, name: str) -> dict[str, int]:
+def _stayed(analysis: Analysis, name: str, reads: list[Read], readers: int) -> dict[str, int]:
     """Units of a layer that are constant or unread, and still there: why, and how many."""
     units = analysis.units.get(name)
-    if units is None or name in analysis.graph.outputs:
+    if units is None:
         return {}
-    reads = [read for read in analysis.reads if read.value == name]
-    readers = sum(name in node.inputs for node in analysis.graph.nodes)
     dead = units.known.clone()
     if reads and len(reads) == readers:
         dead |= torch.stack([read.unread for read in reads]).all(0)

@@ -12,6 +12,7 @@ joined, and three facts are collected on the way through the graph:
 Everything is exact for finite inputs: 0 · x is taken to be 0.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, Node, evaluate
+
+# Units of all values together; each takes about a microsecond and a hundred bytes.
+MOST_UNITS = 1 << 23
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 _SMOOTH = ("relu", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus")
@@ -69,12 +74,23 @@ class Analysis:
         uses = Counter(name for node in self.graph.nodes for name in set(node.inputs) if name in self.graph.constants)
         self.shared = {name for name, count in uses.items() if count > 1}
         self.shapes = {node.name: node.shape for node in self.graph.nodes}
+        self.count = 0
         for node in self.graph.nodes:
             found = _RULES.get(node.op, _mixes)(self, node)
             if found is not None:
                 self.units[node.name] = found
+                self.count += len(found.ids)
+                self.check_room(node, 0)
         for name in self.graph.outputs:
             self.pin(name, "it is the network's output")
+
+    def check_room(self, node: Node, more: int) -> None:
+        """GraphError if the units so far, and so many more, are more than is reasonable."""
+        if self.count + more > MOST_UNITS:
+            raise GraphError(
+                f"up to {node.op} {node.name!r} there are {self.count + more:,} units, and compaction looks at "
+                f"{MOST_UNITS:,} at most"
+            )
 
     def fresh(self, axis: int, known: Tensor, values: Tensor) -> Units:
         first = len(self.joined)
@@ -109,7 +125,7 @@ class Analysis:
         for read in self.reads:
             stays = ~(read.unread | read.foldable)
             gone[self.roots(self.units[read.value].ids[stays])] = False
-        while any(self._balance(node, gone) for node in self.grouped):
+        while sum(self._balance(node, gone) for node in self.grouped):  # all of them each time: they pull at each other
             pass
         return gone
 
@@ -131,7 +147,11 @@ class Analysis:
 
     def reasons(self, ids: Tensor) -> list[str]:
         """Why each of these ids stays; an empty text where nothing keeps it."""
-        wanted = self.roots(ids).tolist()
+        return [self._reasons.get(root, "") for root in self.roots(ids).tolist()]
+
+    @functools.cached_property
+    def _reasons(self) -> dict[int, str]:
+        """Of each root, the first reason."""
         found: dict[int, str] = {}
         for blocked, reason in self.blocked:
             for root in self.roots(blocked).tolist():
@@ -147,7 +167,7 @@ class Analysis:
             for name in (node.inputs[0], node.name):
                 for root in self.roots(self.units[name].ids).tolist():
                     found.setdefault(root, f"the groups of {node.name} must be of equal size")
-        return [found.get(root, "") for root in wanted]
+        return found
 
 
 def _mixes(a: Analysis, node: Node) -> Units | None:
@@ -161,6 +181,7 @@ def _input(a: Analysis, node: Node) -> Units | None:
     if len(node.shape) < 2:
         return None
     size = node.shape[1]
+    a.check_room(node, size)
     units = a.fresh(1, torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.double))
     a.blocked.append((units.ids, "it is the network's input"))
     return units
@@ -304,8 +325,7 @@ def _side(a: Analysis, name: str, axis: int, rank: int, size: int) -> tuple[Tens
         return a.units[name].known, a.units[name].values
     tensor = a.graph.constants[name].double()
     tensor = tensor.reshape((1,) * (rank - tensor.ndim) + tuple(tensor.shape)).movedim(axis, 0).flatten(1)
-    tensor = tensor.expand(size, -1)
-    return (tensor == tensor[:, :1]).all(1), tensor[:, 0]
+    return (tensor == tensor[:, :1]).all(1).expand(size), tensor[:, 0].expand(size)
 
 
 def _pool(a: Analysis, node: Node) -> Units | None:
@@ -346,16 +366,14 @@ def _reshape(a: Analysis, node: Node) -> Units | None:
     size = before[x.axis]
     outer, inner = _product(before[: x.axis]), _product(before[x.axis + 1 :])
     for axis, length in enumerate(node.shape):
-        if length <= 0 or length % size:
+        left, right = _product(node.shape[:axis]), _product(node.shape[axis + 1 :])
+        if length <= 0 or left[1] != outer[1] or right[1] != inner[1] or outer[0] % left[0] or inner[0] % right[0]:
             continue
-        for repeats in range(1, length // size + 1):
-            within = length // size // repeats
-            if length % (size * repeats):
-                continue
-            left, right = _product(node.shape[:axis]), _product(node.shape[axis + 1 :])
-            if (left[0] * repeats, left[1]) == outer and (right[0] * within, right[1]) == inner:
-                index = torch.arange(length) // within % size
-                return Units(axis, x.ids[index], x.known[index], x.values[index])
+        repeats, within = outer[0] // left[0], inner[0] // right[0]
+        if repeats * size * within == length:
+            a.check_room(node, length)
+            index = torch.arange(length) // within % size
+            return Units(axis, x.ids[index], x.known[index], x.values[index])
     return _mixes(a, node)
 
 

@@ -28,8 +28,9 @@ def fold_batch_norms(graph: Graph) -> Graph:
     constants, parameters = dict(graph.constants), set(graph.parameters)
     folded: dict[str, Node] = {}  # layer → the layer with the norm in it
     names: dict[str, str] = {}  # batch norm → layer
+    taken, outputs = {*layers, *constants}, set(graph.outputs)
     for node in graph.nodes:
-        if node.op != "batch_norm" or node.name in graph.outputs:
+        if node.op != "batch_norm" or node.name in outputs:
             continue
         layer = layers.get(node.inputs[0])
         if layer is None or layer.op not in ("linear", "conv", "conv_transpose") or uses[layer.name] != 1:
@@ -48,7 +49,7 @@ def fold_batch_norms(graph: Graph) -> Graph:
         else:
             constants[layer.inputs[1]] = (old.double() * scale.view(-1, *[1] * (old.ndim - 1))).to(old.dtype)
         before = constants[layer.inputs[2]].double() if len(layer.inputs) > 2 else torch.zeros_like(mean)
-        bias_name = layer.inputs[2] if len(layer.inputs) > 2 else free_name(f"{layer.name}.bias", graph, constants)
+        bias_name = layer.inputs[2] if len(layer.inputs) > 2 else free_name(f"{layer.name}.bias", taken)
         constants[bias_name] = ((before - mean) * scale + bias).to(old.dtype)
         if layer.inputs[1] in parameters:
             parameters.add(bias_name)
@@ -64,12 +65,13 @@ def _rank(layer: Node) -> int:
     return 2 if layer.op == "linear" else 2 + len(layer.attributes["stride"])  # type: ignore[arg-type]
 
 
-def free_name(wanted: str, graph: Graph, constants: dict[str, Tensor]) -> str:
-    taken = {node.name for node in graph.nodes} | constants.keys()
+def free_name(wanted: str, taken: set[str]) -> str:
+    """A name that is not taken; from now on it is."""
     name, number = wanted, 0
     while name in taken:
         number += 1
         name = f"{wanted}_{number}"
+    taken.add(name)
     return name
 
 
@@ -120,6 +122,8 @@ class _Removal:
         self.old = self.analysis.graph
         self.constants = dict(self.old.constants)
         self.parameters = set(self.old.parameters)
+        self.outputs = set(self.old.outputs)
+        self.taken = {*self.constants, *(node.name for node in self.old.nodes)}
         gone = self.analysis.removable()
         self.keep = {name: ~gone[self.analysis.roots(units.ids)] for name, units in self.analysis.units.items()}
         self.reads: dict[str, Read] = {read.reader: read for read in self.analysis.reads}
@@ -148,7 +152,7 @@ class _Removal:
         values = units.values[self.keep[node.name]].to(self._dtype())
         shape = [1] * len(node.shape)
         shape[units.axis] = len(values)
-        name = free_name(f"{node.name}.value", self.old, self.constants)
+        name = free_name(f"{node.name}.value", self.taken)
         self.constants[name] = values.view(shape)
         self.expanded[node.name] = name
         return Node(node.name, "expand", (name,), {"shape": self.shape(node)}, self.shape(node))
@@ -201,14 +205,14 @@ class _Removal:
             other = inputs[1 - position]
             if name in self.expanded and other not in self.constants and self.shapes[other] == shape:
                 # Broadcasting does what the expansion did. A copy, so that each use can lose units by itself.
-                new[position] = free_name(f"{node.name}.value", self.old, self.constants)
+                new[position] = free_name(f"{node.name}.value", self.taken)
                 self.constants[new[position]] = self.constants[self.expanded[name]].clone()
             elif name in self.constants:
                 self.constants[name] = self._take(self.constants[name], node, self.keep.get(node.name))
         for position, name in enumerate(new):
             other = new[1 - position]
             nothing = node.op == "add" and name in self.constants and not self.constants[name].any()
-            if nothing and self.shapes.get(other) == shape and node.name not in self.old.outputs:
+            if nothing and self.shapes.get(other) == shape and node.name not in self.outputs:
                 self.renamed[node.name] = other
                 return None
         return Node(node.name, node.op, tuple(new), dict(node.attributes), shape)
@@ -216,7 +220,7 @@ class _Removal:
     def _concat(self, node: Node, inputs: tuple[str, ...], shape: tuple[int, ...]) -> Node | None:
         axis = int(node.attributes["axis"])  # type: ignore[arg-type]
         parts = tuple(name for name in inputs if name in self.constants or self.shapes[name][axis] != 0)
-        if len(parts) == 1 and parts[0] not in self.constants and node.name not in self.old.outputs:
+        if len(parts) == 1 and parts[0] not in self.constants and node.name not in self.outputs:
             self.renamed[node.name] = parts[0]
             return None
         return Node(node.name, node.op, parts or inputs, dict(node.attributes), shape)
@@ -237,7 +241,7 @@ class _Removal:
             kept = after.view(groups, -1).any(1)
             attributes["groups"] = int(kept.sum())
         if bias is not None:
-            name = inputs[2] if len(inputs) > 2 else free_name(f"{node.name}.bias", self.old, self.constants)
+            name = inputs[2] if len(inputs) > 2 else free_name(f"{node.name}.bias", self.taken)
             self.constants[name] = bias[after]
             if inputs[1] in self.parameters:
                 self.parameters.add(name)

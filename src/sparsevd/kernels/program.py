@@ -169,7 +169,7 @@ class Program:
             pitch=value.pitch,
             plane=value.plane,
             slot=self._pointer("slot", np.arange(value.channels, dtype=np.int32), (value.channels,), np.int32),
-            place=self._places(value.offsets()[: value.height * value.width], value),
+            place=self._places(value.pixels(), value),
         )
         self._kept.append(layer)
         return layer

@@ -13,6 +13,7 @@ from sparsevd.errors import GraphError
 from sparsevd.kernels.inference import Geometry, Ints, Planes, in_order
 
 INFINITY = float("inf")
+MOST_NUMBERS = 1 << 28  # of all activations of one image, each of which has its place
 OVERREAD = 64  # floats that a tile may read past the last plane
 _ROUNDING = 16  # floats: activations begin at whole cache lines
 KINDS = ("PRODUCT", "REPACK", "MAX_POOL", "AVERAGE_POOL", "AFFINE", "ADD")  # enum step_kind
@@ -37,8 +38,12 @@ class Value:
 
     def offsets(self) -> Ints:
         """Of every number in its logical order, in positions from the first plane."""
-        channel, y, x = np.indices((self.channels, self.height, self.width)).reshape(3, -1)
-        return cast(Ints, channel * self.plane + self.first + y * self.pitch + x)
+        return cast(Ints, (np.arange(self.channels)[:, None] * self.plane + self.pixels()).reshape(-1))
+
+    def pixels(self) -> Ints:
+        """The same of the first channel."""
+        rows, columns = np.arange(self.height)[:, None] * self.pitch, np.arange(self.width)
+        return cast(Ints, (self.first + rows + columns).reshape(-1))
 
 
 @dataclass
@@ -87,8 +92,11 @@ class Network:
             value.planes = floats
             size = value.channels * value.plane * images + OVERREAD
             floats += -(-size // _ROUNDING) * _ROUNDING
-        if floats >= 2**31:
-            raise GraphError(f"the activations of {images} images need {floats:,} numbers, which is more than fits")
+        if floats >= 2**31 or floats // images > MOST_NUMBERS:
+            raise GraphError(
+                f"the activations of {images} images need {floats:,} numbers, which is more than a plan holds; use "
+                "sparsevd.accelerate"
+            )
         return floats
 
 

@@ -67,7 +67,7 @@ class _Builder:
         self.values[node.name] = self._new(node)
 
     def _linear(self, node: Node) -> None:
-        source = self._of(node.inputs[0])
+        source = self._of(node)
         if len(node.shape) != 2:
             self._refused(node)
         weight, bias = self._constants(node)
@@ -89,7 +89,7 @@ class _Builder:
         step = Step("PRODUCT", (source,), self._new(node), weight, None, bias, geometry=geometry, name=node.name)
         if stride != (1, 1):
             size = (source.height, source.width)
-            phases = Planes(size, (weight.shape[2], weight.shape[3]), geometry)
+            phases = _planes(node.name, size, (weight.shape[2], weight.shape[3]), geometry)
             packed = Value(source.channels, *size, phases.pitch, phases.size)
             self.steps.append(Step("REPACK", (source,), packed, phases=phases))
             step.inputs, step.phases = (packed,), phases
@@ -101,7 +101,7 @@ class _Builder:
         self._finish(node, Step("AFFINE", (source,), self._new(node), None, scale, shift, name=node.name))
 
     def _relu(self, node: Node) -> None:
-        source = self._of(node.inputs[0])
+        source = self._of(node)
         one = torch.ones(source.channels)
         out = Value(source.channels, source.height, source.width)
         step = Step("AFFINE", (source,), out, None, one, torch.zeros(source.channels), _bounds(node), name=node.name)
@@ -113,7 +113,7 @@ class _Builder:
     def _add(self, node: Node) -> None:
         if any(name not in self.values for name in node.inputs) or len({self.shapes[n] for n in node.inputs}) != 1:
             self._refused(node)
-        first, second = (self._of(name) for name in node.inputs)
+        first, second = (self.values[name] for name in node.inputs)
         if (first.channels, first.height, first.width) != (second.channels, second.height, second.width):
             self._refused(node)
         out = Value(first.channels, first.height, first.width)
@@ -133,24 +133,27 @@ class _Builder:
 
     def _mean(self, node: Node) -> None:
         axes = cast(tuple[int, ...], node.attributes["axes"])
+        source = self._image(node)
         if axes != tuple(range(2, len(self.shapes[node.inputs[0]]))):
             self._refused(node)
-        source = self._image(node)
         size = (source.height, source.width)
         out = Value(source.channels, 1, 1)
         self.steps.append(Step("AVERAGE_POOL", (source,), out, window=Window(size, size, (0, 0)), name=node.name))
         self.values[node.name] = out
 
     def _reshape(self, node: Node) -> None:
-        source = self._of(node.inputs[0])
+        source = self._of(node)
         if node.shape[0] != -1:
             self._refused(node)
         self.values[node.name] = source
 
     # ---- what they share ----
 
-    def _of(self, name: str) -> Value:
-        return self.values[name]
+    def _of(self, node: Node) -> Value:
+        """What a node reads first; a constant has no place among the activations."""
+        if node.inputs[0] not in self.values:
+            self._refused(node)
+        return self.values[node.inputs[0]]
 
     def _new(self, node: Node) -> Value:
         channels, height, width = _image_shape(node.shape)
@@ -158,13 +161,13 @@ class _Builder:
 
     def _image(self, node: Node) -> Value:
         """The input as images, which a reshape before it must not have renamed."""
-        value, shape = self._of(node.inputs[0]), self.shapes[node.inputs[0]]
+        value, shape = self._of(node), self.shapes[node.inputs[0]]
         if len(shape) not in (3, 4) or _image_shape(shape) != (value.channels, value.height, value.width):
             self._refused(node)
         return value
 
     def _channels_first(self, node: Node) -> Value:
-        value, shape = self._of(node.inputs[0]), self.shapes[node.inputs[0]]
+        value, shape = self._of(node), self.shapes[node.inputs[0]]
         if _image_shape(shape) != (value.channels, value.height, value.width):
             self._refused(node)
         return value
@@ -221,7 +224,7 @@ class _Builder:
         for step in list(self.steps):
             if step in convolutions[id(output)]:  # read by a convolution and by the caller
                 size = (output.height, output.width)
-                phases = Planes(size, _kernel(step), step.geometry)
+                phases = _planes(step.name, size, _kernel(step), step.geometry)
                 packed = Value(output.channels, *size, phases.pitch, phases.size)
                 self.steps.insert(self.steps.index(step), Step("REPACK", (output,), packed, phases=phases))
                 step.inputs, step.phases = (packed,), phases
@@ -242,6 +245,19 @@ class _Builder:
 
 
 _CONV = (("padding", 0), ("stride", 1), ("dilation", 1))
+
+
+def _planes(name: str, size: tuple[int, int], kernel: tuple[int, int], geometry: Geometry) -> Planes:
+    """Where the pixels of a strided convolution lie. A position takes a microsecond, so many of them must be pixels."""
+    (height, width), (stride_y, stride_x) = size, geometry.stride
+    top, bottom, left, right = geometry.padding
+    positions = (height + top + bottom + stride_y) * (width + left + right + stride_x)
+    if positions > min(4 * height * width + (1 << 16), 1 << 22):
+        raise GraphError(
+            f"conv {name!r} has {height}×{width} pixels on {positions:,} positions, with padding and stride, which is "
+            "more than a plan takes; use sparsevd.accelerate"
+        )
+    return Planes(size, kernel, geometry)
 
 
 def _pair(attribute: Any, fill: int) -> tuple[int, int]:
