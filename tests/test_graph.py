@@ -1,7 +1,7 @@
 """The graph of a network: it computes what the network computes, survives plain data, and refuses what it must."""
 
-import dataclasses
 import json
+import math
 import random
 
 import pytest
@@ -12,7 +12,8 @@ from torch import nn
 import networks
 import sparsevd
 from sparsevd.errors import GraphError
-from sparsevd.graph import OPS, Graph, Node, capture, to_module
+from sparsevd.graph import DTYPES, OPS, Graph, Node, capture, to_module
+from sparsevd.graph.cost import footprint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -224,6 +225,9 @@ def change(description, path, value):
         (("outputs",), ["fc.weight"], "must be nodes"),
         (("outputs",), [], "must be nodes"),
         (("parameters",), ["other"], "are no constants"),
+        (("nodes", 0, "shape"), [-1] + [1] * 16, "17 axes"),
+        (("nodes", 0, "shape"), [-1, 2**30, 2**20], "elements"),
+        (("outputs",), ["p"] * 10_001, "10,000 at most"),
     ],
 )
 def test_damaged_descriptions_are_refused(path, value, message):
@@ -275,13 +279,61 @@ def test_what_passes_the_check_can_be_computed(captured, name):
     assert refused > 20
 
 
-def test_names_that_would_be_code_are_refused():
-    """torch.fx makes Python code from names; a graph may come from a file."""
-    graph = capture(nn.Sequential(nn.Linear(3, 2)), torch.zeros(1, 3))
-    constants = {name.replace("weight", "w';x='"): tensor for name, tensor in graph.constants.items()}
-    nodes = tuple(
-        dataclasses.replace(node, inputs=tuple(name.replace("weight", "w';x='") for name in node.inputs))
-        for node in graph.nodes
+@pytest.mark.parametrize("name", ["w';x='", "self", "getattr", "torch", "print", "lambda", "", "é", "argument_0"])
+def test_names_are_never_code(name):
+    """torch.fx makes Python code from names; a graph may come from a file. Here: an input, a layer and a constant."""
+    weight, scale = torch.randn(3, 4), torch.randn(3)
+    nodes = (
+        Node(name, "input", (), {"dtype": "float32"}, (-1, 4)),
+        Node(f"{name}.0", "linear", (name, f"{name}.weight"), {}, (-1, 3)),
+        Node("y", "mul", (f"{name}.0", f"{name}.scale"), {}, (-1, 3)),
     )
-    with pytest.raises(GraphError, match="cannot be that of a module"):
-        to_module(Graph(nodes, constants, graph.outputs))
+    graph = Graph(nodes, {f"{name}.weight": weight, f"{name}.scale": scale}, ("y",)).check()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(to_module(graph)(x), graph(x))
+
+
+@pytest.mark.parametrize(
+    ("op", "types", "attributes", "message"),
+    [
+        ("embedding", (torch.float32, torch.float32), {}, "a table of torch.float32 with indices of torch.float32"),
+        ("embedding", (torch.int64, torch.int64), {}, "a table of torch.int64"),
+        ("batch_norm", (torch.float32,) * 5, {"eps": -1e-5}, "eps=-1e-05 is not allowed"),
+        ("batch_norm", (torch.float32,) * 5, {"eps": math.inf}, "eps=inf is not allowed"),
+        ("batch_norm", (torch.float32,) * 5, {"eps": math.nan}, "eps=nan is not allowed"),
+        ("leaky_relu", (torch.float32,), {"slope": 1e308}, "slope=1e[+]308 is too large for torch.float32"),
+        ("clamp", (torch.float16,), {"least": -1e6, "most": 1.0}, "least=-1000000.0 is too large for torch.float16"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(op, types, attributes, message):
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    constants = {f"c{i}": torch.ones(4, dtype=dtype) for i, dtype in enumerate(types[1:])}
+    if op == "embedding":
+        constants["c0"] = constants["c0"][None]
+    shape = (-1, 4, 4) if op == "embedding" else (-1, 4)
+    nodes = (
+        Node("x", "input", (), {"dtype": names[types[0]]}, (-1, 4)),
+        Node("y", op, ("x", *constants), attributes, shape),
+    )
+    with pytest.raises(GraphError, match=message):
+        Graph(nodes, constants, ("y",)).check()
+
+
+def test_an_index_that_no_table_has_is_named():
+    graph = capture(nn.Embedding(5, 3), torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(GraphError, match="has 5 rows, and is asked for those from 1 to 7"):
+        graph(torch.tensor([[1, 7]]))
+
+
+def test_no_run_takes_more_than_its_footprint(captured):
+    """Torch's own account of the memory it takes."""
+    for name, (_, example, graph) in captured.items():
+        inputs = inputs_of_batch(example, 1)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            graph(*inputs)
+        alive = most = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                most = max(most, alive)
+        assert 0 < most <= footprint(graph), name

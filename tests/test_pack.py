@@ -2,8 +2,11 @@
 
 import functools
 import hashlib
+import json
 import math
+import os
 import subprocess
+import sys
 import time
 import zlib
 from contextlib import closing, suppress
@@ -18,11 +21,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sparsevd
+from fuzz import costly, model_files, small_graphs
 from sparsevd import kernels, models, pack
-from sparsevd.errors import ArgumentError, FormatError, WriteError
+from sparsevd.errors import ArgumentError, FormatError, GraphError, WriteError
+from sparsevd.graph import Graph
 from sparsevd.kernels.coder import NativeCoder
-from sparsevd.pack import container
+from sparsevd.pack import adaptive, container
 from sparsevd.pack.container import FRAME, MAGIC, VERSION
+from sparsevd.pack.description import described
+from sparsevd.pack.quantise import entries_of
 from sparsevd.pack.symbols import INTEGERS, PythonCoder
 
 needs_c = pytest.mark.skipif(not kernels.available(), reason="the C kernels are not built")
@@ -516,12 +523,99 @@ def test_without_a_graph_load_asks_for_a_model(tmp_path):
         sparsevd.load(tmp_path / "model.spvd")
 
 
-def test_names_that_are_code_are_refused():
-    """torch.fx writes names into the code it makes, so a name must be plain words."""
-    packed = replace(with_graph(), entries=[replace(entry) for entry in with_graph().entries])
-    packed.entries[0].name = 'x") or print("hello'
-    with pytest.raises(FormatError, match="plain words"):
-        pack.rebuild(container.encode(packed))
+CARRIED = ["conv-1", "é", "名前", "0", "self", "torch", "input", "x", "number", "relu", "weight", "args_0", "getattr"]
+REFUSED = [
+    "forward",
+    "lambda",
+    "class",
+    "None",
+    "graph",
+    "code",
+    "parameters",
+    "register_buffer",
+    "_modules",
+    "ﬁ",
+    "a b",
+]
+REFUSED += ['x") or print("hello', "x\\", "'", "\t", "😀", "%s", "{x}", "__class__", "", "*/"]
+
+
+class Called(nn.Module):
+    """Layers of these names, one after the other, at the top and below; names that nn.Module takes no other way too."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.below, self.names = nn.Module(), names
+        for name in names:
+            self._modules[name], self.below._modules[name] = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.below._parameters[f"{name}-scale"] = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            x = self.below._modules[name](self._modules[name](x)) * self.below._parameters[f"{name}-scale"]
+        return x
+
+
+def test_names_that_can_be_in_code_are_carried(tmp_path):
+    model, x = Called(CARRIED), torch.randn(3, 4)
+    sparsevd.save(model, tmp_path / "model.spvd", example=x)
+    again = sparsevd.load(tmp_path / "model.spvd")
+    assert set(again.state_dict()) == set(model.state_dict())
+    torch.testing.assert_close(outputs(again, x), outputs(model, x))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_cannot_are_refused_when_the_graph_is_saved(name):
+    with pytest.raises(GraphError, match="needs another name"):
+        pack.pack(Called([name]), example=torch.zeros(1, 4))
+
+
+def test_any_name_is_carried_without_a_graph(tmp_path):
+    model, other = Called(CARRIED + REFUSED), Called(CARRIED + REFUSED)
+    sparsevd.save(model, tmp_path / "model.spvd")
+    sparsevd.load(tmp_path / "model.spvd", into=other)
+    assert all(same_bits(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    half_a_character = nn.Module()
+    half_a_character.register_buffer("\ud800", torch.zeros(1))
+    with pytest.raises(ArgumentError, match="half a character"):
+        pack.pack(half_a_character)
+
+
+def test_names_from_a_file_are_never_code(capsys):
+    """torch.fx writes names into code; what cannot be there becomes another name, and computes the same."""
+    graph = small_graphs.images()
+    x = torch.randn(2, 2, 8, 8)
+    for names in (
+        model_files.NAMES,
+        [f"{name}.weight" for name in model_files.NAMES],
+        [*"ab", "a.b", "a.b.c", "a.b_1"],
+    ):
+        new = dict(zip(graph.constants, names, strict=False))
+        constants = {new.get(name, name): tensor for name, tensor in graph.constants.items()}
+        nodes = tuple(replace(node, inputs=tuple(new.get(n, n) for n in node.inputs)) for node in graph.nodes)
+        packed = container.Packed(entries_of(constants, "lossless", {}))
+        renamed = Graph(nodes, constants, graph.outputs, graph.parameters)
+        packed.graph = described(renamed, [entry.name for entry in packed.entries])
+        torch.testing.assert_close(outputs(pack.rebuild(container.encode(packed)), x), [graph(x)])
+    assert capsys.readouterr().out == ""
+
+
+def test_integers_and_negative_eps_in_a_graph(tmp_path):
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x + self.offset)
+
+    model, x = Counts().eval(), torch.randn(3, 2)
+    sparsevd.save(model, tmp_path / "model.spvd", example=x)
+    torch.testing.assert_close(outputs(sparsevd.load(tmp_path / "model.spvd"), x), outputs(model, x))
+    model.norm.eps = -1e-5
+    with pytest.raises(GraphError, match="eps must be non-negative, but got -1e-05"):
+        pack.pack(model, example=x)
 
 
 @functools.cache
@@ -622,6 +716,106 @@ def header_file(header: bytes) -> bytes:
 def test_hostile_headers_are_refused(header, message):
     with pytest.raises(FormatError, match=message):
         pack.unpack(header_file(header))
+
+
+def test_an_alias_has_the_type_of_what_it_is():
+    with pytest.raises(FormatError, match="of another type"):
+        pack.unpack(header_file(b"\x00\x02a\n\x00\x01\x01b\n\x27\x00"))
+
+
+# What a file may take
+
+
+def test_a_file_that_needs_more_says_how_much_and_is_read_when_that_is_allowed(tmp_path):
+    path = tmp_path / "large.spvd"
+    state = Holder({"w": torch.zeros(1 << 12, 1 << 13)})  # 128 MiB
+    sparsevd.save(state, path)
+    assert path.stat().st_size == FRAME + (1 << 14)  # padded: 4096 bytes of tensor for each of the file
+    assert not sparsevd.load(path, into=state).tensor0.any()
+    path.write_bytes(sealed(path.read_bytes()[FRAME:-8]))  # as a file of other writers may be
+    with pytest.raises(FormatError, match="take 134,217,728 bytes, and 134,184,960 are allowed.*max_bytes=134217728"):
+        sparsevd.load(path, into=state)
+    assert not sparsevd.load(path, into=state, max_bytes=1 << 27).tensor0.any()
+    with pytest.raises(FormatError, match="and 1,000 are allowed"):
+        sparsevd.load(path, into=state, max_bytes=1000)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ArgumentError, match="max_bytes"):
+            sparsevd.load(path, into=state, max_bytes=wrong)
+
+
+def test_a_graph_whose_values_need_more_says_how_much(tmp_path):
+    wide = costly.of_graph(costly.source(1), costly.node("y", "expand", ("x",), (-1, 1 << 28), shape=(-1, 1 << 28)))
+    with pytest.raises(FormatError, match=r"one example takes 1,073,741,832 bytes .* max_bytes=1073741832"):
+        pack.rebuild(wide)
+    assert pack.unpack_graph(wide, max_bytes=1073741832).nodes[1].shape == (-1, 1 << 28)
+
+
+def test_large_values_are_paid_for_when_a_graph_is_saved():
+    graph = Graph(
+        (
+            costly.source(1),
+            costly.node("y", "expand", ("x",), (-1, 1 << 28), shape=(-1, 1 << 28)),
+            costly.node("z", "sum", ("y",), (-1,), axes=(1,), keep=False),
+        ),
+        {},
+        ("z",),
+    ).check()
+    data, packed = pack.pack(nn.Module(), graph=graph)
+    assert packed.values == 2 * (1 << 30) + 4
+    assert len(data) == FRAME + -(-(packed.values - container.FREE_BYTES) // 4096)
+    assert len(pack.unpack_graph(data).nodes) == 3
+
+
+def test_without_c_a_file_of_many_decisions_is_read_only_if_allowed(monkeypatch):
+    """The encoder pays for them, so that every file it makes can be read; what does not pay is refused at once."""
+    monkeypatch.setattr(adaptive, "FREE_DECISIONS", 1 << 16)
+    monkeypatch.setattr(container, "FREE_DECISIONS", 1 << 16)
+    model = Holder({"w": torch.zeros(100_000), "ones": torch.ones(60, 60), "grid": torch.ones(50, 60)})
+    data, _ = pack.pack(model)
+    unpaid = sealed(data[FRAME:].rstrip(b"\0"))
+    assert len(unpaid) < len(data) < 300
+    monkeypatch.setattr(native, "_library", lambda: None)
+    assert pack.unpack(data)["tensor1"].all()
+    started = time.thread_time()
+    with pytest.raises(FormatError, match="long without the compiled kernels.* give max_bytes"):
+        pack.unpack(unpaid)
+    assert time.thread_time() - started < 2  # not that of a hundred thousand decisions
+    assert pack.unpack(unpaid, max_bytes=1 << 20)["tensor1"].all()
+
+
+def test_small_files_that_ask_for_much_take_little():
+    """Each of them took seconds to minutes, or gigabytes; here in a process of its own, whose memory is limited."""
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-m", "fuzz.costly"]
+    result = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["file"] for one in found] == list(costly.COSTLY)
+    slowest = max(found, key=lambda one: one["seconds"])
+    assert slowest["seconds"] < 10, slowest
+
+
+@needs_c
+@pytest.mark.parametrize(
+    "name", ["a vector of zeros", "two long rows", "a long column", "many decisions", "many bytes"]
+)
+def test_small_files_that_ask_for_much_take_little_without_c(name):
+    data = costly.COSTLY[name]()
+    started = time.thread_time()
+    with model_files.decoding_with("python"), pytest.raises(FormatError, match="long without the compiled kernels"):
+        pack.unpack(data)
+    assert time.thread_time() - started < 2
+
+
+@needs_c
+@pytest.mark.parametrize(("decoder", "inputs"), [("c", 301), ("python", 20)])
+def test_mutants_are_read_or_refused(decoder, inputs, monkeypatch):
+    """The short form of `python -m fuzz.model_files`."""
+    monkeypatch.setattr(model_files, "SHARES", (1, 10, 50, 300))
+    trial = model_files.run(inputs, seed=0, decoder=decoder)
+    assert trial.inputs == inputs
+    assert 0 < trial.refused < inputs
 
 
 def test_a_header_of_impossible_length_is_refused():
