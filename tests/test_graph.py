@@ -11,6 +11,7 @@ from torch import nn
 
 import networks
 import sparsevd
+from fuzz import small_graphs
 from sparsevd.errors import GraphError
 from sparsevd.graph import DTYPES, OPS, Graph, Node, capture, to_module
 from sparsevd.graph.cost import footprint
@@ -301,6 +302,7 @@ def test_names_are_never_code(name):
         ("batch_norm", (torch.float32,) * 5, {"eps": -1e-5}, "eps=-1e-05 is not allowed"),
         ("batch_norm", (torch.float32,) * 5, {"eps": math.inf}, "eps=inf is not allowed"),
         ("batch_norm", (torch.float32,) * 5, {"eps": math.nan}, "eps=nan is not allowed"),
+        ("sub", (torch.float32, torch.bool), {}, "a difference of truth values"),
         ("leaky_relu", (torch.float32,), {"slope": 1e308}, "slope=1e[+]308 is too large for torch.float32"),
         ("clamp", (torch.float16,), {"least": -1e6, "most": 1.0}, "least=-1000000.0 is too large for torch.float16"),
     ],
@@ -317,6 +319,28 @@ def test_what_cannot_be_computed_is_refused(op, types, attributes, message):
     )
     with pytest.raises(GraphError, match=message):
         Graph(nodes, constants, ("y",)).check()
+
+
+@pytest.mark.parametrize("make", small_graphs.ALL)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_every_operation_computes_in_every_type_that_passes_the_check(make, dtype):
+    graph = small_graphs.of_type(make(), dtype)
+    inputs = [torch.zeros(1, *node.shape[1:], dtype=DTYPES[node.attributes["dtype"]]) for node in graph.check().inputs]
+    found = graph(*inputs)
+    assert (found if isinstance(found, torch.Tensor) else found[0]).dtype == DTYPES[dtype]
+
+
+@pytest.mark.parametrize("left", DTYPES)
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "maximum", "minimum"])
+def test_arithmetic_of_two_types_computes_or_is_refused(op, left):
+    for right in DTYPES.values():
+        nodes = (Node("x", "input", (), {"dtype": left}, (-1, 3)), Node("y", op, ("x", "c"), {}, (-1, 3)))
+        graph = Graph(nodes, {"c": torch.ones(3).to(right)}, ("y",))
+        try:
+            graph.check()
+        except GraphError:
+            continue
+        graph(torch.ones(1, 3, dtype=DTYPES[left]))
 
 
 def test_an_index_that_no_table_has_is_named():

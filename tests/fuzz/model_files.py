@@ -141,6 +141,8 @@ class Mutants:
 
     def with_other_node(self, graph: Graph, draw: random.Random) -> bytes:
         """A graph with a changed node, or several; shapes follow as far as they can."""
+        if draw.random() < 0.1:
+            graph = small_graphs.of_type(graph, draw.choice(("float16", "bfloat16", "float64", "int64", "bool")))
         nodes, constants = list(graph.nodes), dict(graph.constants)
         for _ in range(draw.choice((1, 1, 1, 2, 4))):
             change = draw.choice(
@@ -399,8 +401,9 @@ class Taker:
         with suppress(SparseVDError):
             ours = sparsevd.plan(graph, examples[0])(examples[0])
             self.trial.count("planned")
+            # Nothing overflows on the way.
             usual = all(tensor.abs().max() < 100 for tensor in graph.constants.values() if tensor.numel())
-            if usual and isinstance(expected, Tensor) and expected.isfinite().all():  # nothing overflows on the way
+            if usual and isinstance(expected, Tensor) and expected.numel() and expected.isfinite().all():
                 torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3 * max(1.0, float(expected.abs().max())))
 
     def exported(self, graph: Graph, examples: tuple[Tensor, ...]) -> None:

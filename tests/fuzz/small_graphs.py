@@ -1,11 +1,12 @@
 """Small graphs that together have every operation, put together by hand: no network is captured for them."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsevd.graph import OPS, Attribute, Graph, Node
+from sparsevd.graph import DTYPES, OPS, Attribute, Graph, Node
 from sparsevd.graph.shapes import result_shape
 
 
@@ -122,6 +123,16 @@ def volumes() -> Graph:
     x = g("conv", x, g.tensor("three.weight", 2, 1, 2, 2, 2), **three)
     x = g("mean", x, axes=(2, 3, 4), keep=False)
     return g.graph(g("linear", x, g.tensor("head.weight", 3, 2), g.tensor("head.bias", 3)))
+
+
+def of_type(graph: Graph, dtype: str) -> Graph:
+    """The same in another type of floats; not checked."""
+    constants = {name: tensor.to(DTYPES[dtype]) for name, tensor in graph.constants.items()}
+    nodes = tuple(
+        replace(node, attributes={"dtype": dtype}) if node.attributes.get("dtype") == "float32" else node
+        for node in graph.nodes
+    )
+    return Graph(nodes, constants, graph.outputs, graph.parameters)
 
 
 ALL = (images, functions, words, volumes)

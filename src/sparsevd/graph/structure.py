@@ -265,6 +265,10 @@ def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
         types = types[:3]
     if node.op in _ANY_TYPE and len(set(types)) == 1:
         return types[0]
+    if node.op == "sub" and torch.bool in types:
+        raise TypeError("a difference of truth values")
+    if node.op == "avg_pool" and len(node.attributes["kernel"]) == 3 and types[0].itemsize < 4:  # type: ignore[arg-type]
+        raise TypeError(f"an average over three axes of {types[0]}, which torch does not have")
     if node.op in _ARITHMETIC:
         result = torch.promote_types(*types)
         return result if result.is_floating_point or node.op != "div" else torch.get_default_dtype()
