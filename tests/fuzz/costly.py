@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparsevd import checkpoint_info, load
+from sparsevd import checkpoint_info, kernels, load
 from sparsevd.compact import compact
 from sparsevd.errors import SparseVDError
 from sparsevd.graph import OPS, Attribute, Graph, Node
-from sparsevd.pack import container, native
+from sparsevd.pack import container
 from sparsevd.pack.container import (
     DTYPE_SIZES,
     FRAME,
@@ -230,7 +230,7 @@ def main() -> None:
     files = {name: make() for name, make in COSTLY.items()}
     most = (present << 10) + MOST_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    decoder = "c" if native._library() is not None else "python"
+    decoder = "c" if kernels.available() else "python"
     with tempfile.TemporaryDirectory() as folder:
         for name, data in files.items():
             started = time.thread_time()

@@ -37,16 +37,16 @@ import sparsevd
 from fuzz import small_graphs
 from fuzz.costly import sealed, with_header
 from fuzz.trial import Trial
-from sparsevd import checkpoint_info, pack
+from sparsevd import checkpoint_info, kernels, pack
 from sparsevd.compact import compact, compact_graph
 from sparsevd.errors import FormatError, SparseVDError, WriteError
 from sparsevd.graph import DTYPES, OPS, Graph, Node, to_module
 from sparsevd.graph.cost import footprint, operations
 from sparsevd.graph.shapes import result_shape
+from sparsevd.kernels.coder import NativeCoder
 from sparsevd.pack import container, native
 from sparsevd.pack.container import FRAME, Entry, Form, Packed
 from sparsevd.pack.description import described
-from sparsevd.pack.native import NativeCoder
 from sparsevd.pack.quantise import entries_of
 from sparsevd.pack.symbols import PythonCoder
 from sparsevd.restore import restore
@@ -436,7 +436,7 @@ def decoding_with(decoder: str) -> Iterator[None]:
     before = container.coder
 
     def chosen(data: bytes | None = None) -> native.Coder:
-        return PythonCoder(data) if data is not None or native._library() is None else NativeCoder()
+        return PythonCoder(data) if data is not None or not kernels.available() else NativeCoder()
 
     container.coder = chosen if decoder == "python" else before
     try:
@@ -494,7 +494,7 @@ def run(inputs: int, seed: int, decoder: str = "c", depth: int = 3, progress: in
             largest = max(largest, len(data))
             with trial.one(data.hex(), SparseVDError):
                 taker.take(data, number)
-                if decoder == "python" and native._library() is not None:
+                if decoder == "python" and kernels.available():
                     compared(data)
             if progress and (number + 1) % progress == 0:
                 print(trial, flush=True)
