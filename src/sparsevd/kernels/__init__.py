@@ -95,7 +95,7 @@ def supports(instruction_set: int) -> bool:
 
 def take(*tensors: Tensor) -> bool:
     """Whether the kernels can take these: float32 numbers in the memory of this machine, one after the other."""
-    return available() and not torch.compiler.is_compiling() and door.fits(*tensors)
+    return not torch.compiler.is_compiling() and available() and door.fits(*tensors)
 
 
 def take_side_by_side(theta: Tensor, log_sigma2: Tensor) -> bool:
