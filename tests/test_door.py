@@ -303,6 +303,8 @@ def test_the_coder_looks_at_its_arrays():
     ):
         with pytest.raises(ArgumentError):
             NativeCoder().code_matrix(**{**good, **wrong})
+    for empty in ((3, 0), (0, 4)):  # of a tensor such as 3×0×5×7
+        NativeCoder().code_matrix(np.zeros(empty, np.int32), 7, 35, None, -1)
     frozen = np.zeros((3, 4), np.int32)
     frozen.flags.writeable = False
     NativeCoder().code_matrix(**{**good, "values": frozen})  # an encoder only reads

@@ -335,7 +335,7 @@ def coder(draw: random.Random) -> tuple[Callable[[], None], bool]:
     hint = np.arange(columns, dtype=np.int32) if draw.random() < 0.5 else None
     width, plane = draw.choice((0, 0, 1, 3, columns)), draw.choice((0, 0, 2, columns))
     mantissa = draw.choice((-1, -1, -1, 0, 5, 23))
-    plain = max(width, plane) <= max(columns, 1)
+    plain = max(width, plane) <= columns or rows * columns == 0
     if draw.random() < 0.4:
         plain = False
         changes: list[Callable[[], object]] = [

@@ -39,7 +39,7 @@ from fuzz.costly import sealed, with_header
 from fuzz.trial import Trial
 from sparsevd import checkpoint_info, kernels, pack
 from sparsevd.compact import compact, compact_graph
-from sparsevd.errors import FormatError, SparseVDError, WriteError
+from sparsevd.errors import ArgumentError, FormatError, SparseVDError, WriteError
 from sparsevd.graph import DTYPES, OPS, Graph, Node, to_module
 from sparsevd.graph.cost import footprint, operations
 from sparsevd.graph.shapes import result_shape
@@ -135,7 +135,8 @@ class Mutants:
             entries[place] = _changed_entry(entries[place], place, draw)
         other = replace(packed, entries=entries)
         if all(_has_its_values(entry) for entry in entries) and draw.random() < 0.8:
-            with suppress(WriteError):  # the bits of a float are too large for an integer
+            # The bits of a float are too large for an integer, or images are wider than their matrix.
+            with suppress(WriteError, ArgumentError):
                 return container.encode(other, choose_widths=False)
         return with_header(container.header_of(other), draw.randbytes(draw.choice((0, 5, 100))))
 

@@ -58,9 +58,10 @@ class NativeCoder:
     def code_matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None:
         if values.ndim != 2 or (self._data is not None and not values.flags.writeable):
             raise ArgumentError(f"values of shape {values.shape} must be a matrix, and one that a decoder can write to")
+        if values.size == 0:  # there is nothing to code, nor any place in it
+            return
         rows, columns = values.shape
-        most = max(columns, 1)
-        if not (0 <= width <= most and 0 <= plane <= most and -1 <= mantissa <= MANTISSA_BITS):
+        if not (0 <= width <= columns and 0 <= plane <= columns and -1 <= mantissa <= MANTISSA_BITS):
             raise ArgumentError(
                 f"width={width} and plane={plane} must lie between 0 and the {columns} columns, and "
                 f"mantissa={mantissa} between -1 and {MANTISSA_BITS}"
