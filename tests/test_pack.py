@@ -24,7 +24,7 @@ import sparsevd
 from fuzz import costly, model_files, small_graphs
 from sparsevd import kernels, models, pack
 from sparsevd.errors import ArgumentError, FormatError, GraphError, WriteError
-from sparsevd.graph import Graph
+from sparsevd.graph import Graph, Node
 from sparsevd.kernels.coder import NativeCoder
 from sparsevd.pack import adaptive, container
 from sparsevd.pack.container import FRAME, MAGIC, VERSION
@@ -616,6 +616,16 @@ def test_integers_and_negative_eps_in_a_graph(tmp_path):
     model.norm.eps = -1e-5
     with pytest.raises(GraphError, match="eps must be non-negative, but got -1e-05"):
         pack.pack(model, example=x)
+
+
+def test_a_convolution_by_a_number_is_refused():
+    settings = {"stride": (), "padding": (), "dilation": (), "groups": 1}
+    graph = Graph(
+        (costly.source(3), Node("y", "conv", ("x", "w"), settings, (-1, 3))), {"w": torch.tensor(1.0)}, ("y",)
+    )
+    packed = container.Packed(entries_of(graph.constants, "lossless", {}), described(graph, ["w"]))
+    with pytest.raises(FormatError, match="conv 'conv_1' does not fit its inputs"):
+        pack.rebuild(container.encode(packed))
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def _guess(op: str, shapes: list[tuple[int, ...]], attributes: dict[str, Attribu
     first = shapes[0]
     if op == "linear" and len(shapes) > 1 and shapes[1]:
         return (*first[:-1], shapes[1][0])
-    kernel = shapes[1][2:] if op == "conv" and len(shapes) > 1 else attributes.get("kernel")
+    kernel = shapes[1][2:] if op == "conv" and len(shapes) > 1 and shapes[1] else attributes.get("kernel")
     if op in ("conv", "max_pool", "avg_pool") and isinstance(kernel, tuple) and len(kernel) == len(first) - 2:
         rest = []
         for axis, (size, width) in enumerate(zip(first[2:], kernel, strict=True)):
