@@ -300,6 +300,15 @@ def test_shared_tensors_are_stored_once():
     assert torch.equal(pack.unpack(data)["b.weight"], tied["a"].weight)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 2, 2), (2, 3, 0, 2), (0, 3, 2, 2), (2, 3, 2, 0, 1)])
+@pytest.mark.parametrize("precision", ["lossless", 4])
+def test_empty_tensors_come_back(shape, precision):
+    state = Holder({"before": torch.ones(3, 2), "empty": torch.zeros(shape), "after": torch.ones(2, 6)})
+    found = pack.unpack(pack.pack(state, precision=precision)[0])
+    for name, tensor in state.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0 if precision == "lossless" else 0.01, atol=0)
+
+
 def test_a_view_of_another_shape_is_not_an_alias():
     whole = torch.randn(4, 4)
     state = Holder({"a": whole, "b": whole.t(), "c": whole[:2]})
