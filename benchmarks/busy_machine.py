@@ -1,6 +1,6 @@
 """What OpenMP's waiting costs: training and inference alone on the machine, and beside one busy process.
 
-    python benchmarks/busy_machine.py               # about 50 minutes; the machine must be idle
+    python benchmarks/busy_machine.py --all         # about 50 minutes; the machine must be idle
     python benchmarks/busy_machine.py --quick --rounds 2 --busy-rounds 1     # a try; writes nothing without --save
     python benchmarks/busy_machine.py table         # the results once more
 
@@ -179,12 +179,12 @@ def processes(names: list[str], policy: str, threads: int, repetitions: int) -> 
 Times = dict[str, dict[str, dict[str, list[float]]]]  # place → workload → policy → seconds by round
 
 
-def measure(rounds: dict[str, int], threads: int, names: list[str]) -> Times:
+def measure(rounds: dict[str, int], threads: int, names: list[str], tried: list[str]) -> Times:
     times: Times = {place: {} for place in rounds}
     order = random.Random(0)
     for number in range(max(rounds.values())):
         for place in (place for place in rounds if number < rounds[place]):
-            policies = list(POLICIES)
+            policies = [*tried]
             order.shuffle(policies)
             for policy in policies:
                 compared = place == "alone" and policy in ("unset", *COMPARED)
@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="alone on the machine (default: 20)")
     parser.add_argument("--busy-rounds", type=int, default=5, help="beside a busy process (default: 5)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--all", action="store_true", help="also active waiting and several GOMP_SPINCOUNT")
     parser.add_argument("--quick", action="store_true", help="only LeNet-300-100 and the command; nothing is written")
     parser.add_argument("--save", type=Path, help=f"where to write the results; else {RESULTS.name} unless --quick")
     arguments = parser.parse_args()
@@ -281,7 +282,8 @@ def main() -> None:
     rounds = {"alone": arguments.rounds, "beside a busy process": arguments.busy_rounds}
     record = {"about": about(rounds, arguments.threads)}
     names = [FIRST, COMMAND] if arguments.quick else [*WORKLOADS, COMMAND]
-    record |= summarised(measure(rounds, arguments.threads, names))
+    tried = [policy for policy in POLICIES if arguments.all or policy in ("unset", *COMPARED)]
+    record |= summarised(measure(rounds, arguments.threads, names, tried))
     out = arguments.save or (None if arguments.quick else RESULTS)
     if out:
         out.write_text(json.dumps(record, indent=1) + "\n")
