@@ -5,12 +5,14 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import sparsevd
+import sparsevd_command
 from sparsevd import threads
 from sparsevd.baselines import METHODS, train
 from sparsevd.errors import ArgumentError, SparseVDWarning
@@ -97,23 +99,51 @@ def test_training_looks_at_its_threads(two_threads, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "policy"),
-    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "100"}, "None")],
+    ("busy", "given", "policy"),
+    [
+        (0.1, {}, None),  # alone: threads that spin are faster
+        (1.0, {}, "passive"),
+        (2.0, {}, "passive"),
+        (1.0, {"OMP_NUM_THREADS": "1"}, None),
+        (1.0, {"OMP_WAIT_POLICY": "active"}, "active"),
+        (1.0, {"GOMP_SPINCOUNT": "100"}, None),
+    ],
 )
-def test_the_command_line_lets_threads_sleep_unless_told(given, policy):
-    """Before torch is imported, which is when OpenMP looks."""
-    code = """
-import sys, sparsevd_command
-assert "torch" not in sys.modules
-sparsevd_command.settle_waiting()
-import os
-print(os.environ.get("OMP_WAIT_POLICY"))
-"""
-    clean = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**clean, **given}
-    )
-    assert result.stdout.strip() == policy
+def test_the_command_line_lets_threads_sleep_beside_a_busy_process(monkeypatch, busy, given, policy):
+    for name in (*sparsevd_command.CHOSEN, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sparsevd_command, "busy_cores", lambda: busy)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    sparsevd_command.settle_waiting()
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+
+def test_busy_cores_are_counted(monkeypatch):
+    """Two cores for 100 ms in ticks: 5 idle, 5 waiting for a disk, 10 at work."""
+    seen = iter([[100, 0, 10, 500, 5, 0, 0, 0], [107, 2, 11, 505, 10, 0, 0, 0]])
+    monkeypatch.setattr(sparsevd_command, "_ticks", lambda: next(seen))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert sparsevd_command.busy_cores() == pytest.approx(1.0)
+    monkeypatch.setattr(sparsevd_command, "_ticks", lambda: None)
+    assert sparsevd_command.busy_cores() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux says how busy its cores are")
+def test_a_busy_process_is_seen():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            assert max(sparsevd_command.busy_cores() for _ in range(5)) > 0.5
+        finally:
+            busy.kill()
+
+
+def test_it_is_settled_before_torch_is_imported():
+    code = "import sys, sparsevd_command; sparsevd_command.settle_waiting(); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
 def test_the_installed_command_is_the_one_that_settles_it():

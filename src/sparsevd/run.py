@@ -234,6 +234,7 @@ def _begin(config: RunConfig) -> dict[str, Any]:
             "vectors": torch.backends.cpu.get_cpu_capability(),
             "bfloat16": multiplies_bfloat16(),
             "threads": torch.get_num_threads(),
+            "waiting": os.environ.get("OMP_WAIT_POLICY"),  # how threads wait for each other, if that was chosen
         },
     }
     atomic.write(path, json.dumps(begun, indent=2, ensure_ascii=False) + "\n")

@@ -1,8 +1,9 @@
 """Threads that spin: they wait for each other at full speed, and beside another busy process for a long time.
 
 A thread that spins keeps its core while the thread it waits for stands in the queue for one. On two cores beside one
-busy process a step then takes up to a hundred times as long. OMP_WAIT_POLICY=passive lets threads sleep instead; OpenMP
-reads it once, when torch is imported, so only the command line can set it, and here one can but say so.
+busy process a step then takes several times as long, and more beside several. OMP_WAIT_POLICY=passive lets threads
+sleep instead; OpenMP reads it once, when torch is imported, so only the command line can set it, and here one can but
+say so.
 """
 
 import os
