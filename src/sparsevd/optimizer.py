@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.kernels import door
 from sparsevd.layers import SparseLayer
 
 
@@ -101,6 +100,6 @@ def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
             f"a parameter of shape {tuple(parameter.shape)} has a gradient or Adam state of {tuple(tensor.shape)}; "
             "give each parameter its own, or start without the optimizer's state"
         )
-    if tensor.stride() == parameter.stride() and door.readable(tensor):
+    if tensor.stride() == parameter.stride() and tensor.dtype is parameter.dtype:
         return tensor
     return torch.empty_like(parameter).copy_(tensor)

@@ -56,7 +56,7 @@ def sample_part(
 ) -> Tensor:
     """The same where the weight has only some inputs and some of `size` units; the other units give out their bias."""
     inputs, units, size = part
-    whole_bias = bias is None or (bias.shape == (size,) and door.readable(bias))
+    whole_bias = bias is None or (bias.shape == (size,) and door.suits(bias))
     if (
         whole_bias
         and _can_fuse(input, weight, log_sigma2, variance_dtype)
@@ -133,7 +133,9 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, log_sigma2, slope = ctx.saved_tensors
         wants_input, _, wants_bias, _ = ctx.needs_input_grad
-        return kernels.linear_backward(door.plain(grad), slope, input, weight, log_sigma2, wants_bias, wants_input)
+        if grad.is_neg() or not grad.is_contiguous():
+            grad = door.plain(grad)
+        return kernels.linear_backward(grad, slope, input, weight, log_sigma2, wants_bias, wants_input)
 
 
 class _FusedPart(torch.autograd.Function):

@@ -95,7 +95,7 @@ def supports(instruction_set: int) -> bool:
 
 def take(*tensors: Tensor) -> bool:
     """Whether the kernels can take these: float32 numbers in the memory of this machine, one after the other."""
-    return not torch.compiler.is_compiling() and available() and door.fits(*tensors)
+    return not torch.compiler.is_compiling() and available() and all(map(door.suits, tensors))
 
 
 def take_side_by_side(theta: Tensor, log_sigma2: Tensor) -> bool:
@@ -218,7 +218,7 @@ def fit_together(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the shapes are those of a fully-connected layer; torch has its own word, or way, for others."""
     if input.ndim == 0 or input.shape[-1] != weight.shape[1] or input.numel() // weight.shape[1] >= door.INT32:
         return False
-    return bias is None or (bias.shape == weight.shape[:1] and door.readable(bias) and bias.is_contiguous())
+    return bias is None or (bias.shape == weight.shape[:1] and door.suits(bias))
 
 
 def linear_forward(

@@ -1,7 +1,7 @@
 """What is looked at before C gets an address: C trusts it, so nothing passes here that it could read or write wrongly.
 
 A tensor passes if its numbers lie in the memory of this process, of the type, in the shape and in the order that the
-kernel works on. What does not is refused with an ArgumentError. Callers that have another way ask first, with `fits`.
+kernel works on. What does not is refused with an ArgumentError. Callers that have another way ask first, with `suits`.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,15 @@ def dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def fits(*tensors: Tensor) -> bool:
-    """Whether kernels that work number by number can take these."""
-    return all(readable(tensor) and dense(tensor) for tensor in tensors)
+def suits(tensor: Tensor) -> bool:
+    """Whether it is of the kind that the kernels are for, at a glance: callers that have another way for others ask."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.dtype is torch.float32
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and dense(tensor)
+    )
 
 
 def plain(tensor: Tensor) -> Tensor:
