@@ -270,7 +270,9 @@ def sparse_product(draw: random.Random) -> tuple[Callable[[], None], bool]:
         ours = layer(x.tensor, (batch, outputs, *layer.out_size), draw.randrange(1, 4))
         top, bottom, left, right = padding
         padded = F.pad(x.tensor.view(batch, channels, *size), (left, right, top, bottom))
-        wide = [t.to(torch.float32) for t in (padded, weight.tensor.view(outputs, channels, *kernel), bias.tensor)]
+        shape = weight.tensor.shape  # with three axes it is that of images of one row
+        filters = weight.tensor.reshape(*shape[:2], *(1,) * (4 - len(shape)), *shape[2:])
+        wide = [t.to(torch.float32) for t in (padded, filters, bias.tensor)]
         _same(ours, F.conv2d(*wide, stride, 0, dilation), 10)
         x.intact()
 
