@@ -245,7 +245,9 @@ def variance(draw: random.Random) -> tuple[Callable[[], None], bool]:
     dtype = draw.choice((torch.float32, torch.bfloat16, torch.float64))
 
     def call() -> None:
-        _same(kernels.variance(log_sigma2.tensor, dtype).float(), log_sigma2.tensor.exp().to(dtype).float(), 10)
+        ours, theirs = kernels.variance(log_sigma2.tensor, dtype).float(), log_sigma2.tensor.exp().to(dtype).float()
+        step = 2**-7 if dtype is torch.bfloat16 else 1e-5  # the last bit of float32 may decide how bfloat16 is rounded
+        torch.testing.assert_close(ours, theirs, rtol=step, atol=1e-30, equal_nan=True)
         before = gradient.copy()
         kernels.times_variance_(gradient.tensor, log_sigma2.tensor)
         _same(gradient.tensor, before * log_sigma2.tensor.exp(), 10)
