@@ -319,6 +319,16 @@ def test_the_coder_looks_at_its_arrays():
             use()
 
 
+@built
+def test_a_forgotten_coder_gives_its_memory_back():
+    resource = pytest.importorskip("resource")
+    NativeCoder()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(300):
+        NativeCoder()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB; each holds 1,000
+
+
 def test_only_this_package_calls_c():
     """Everything that reaches C goes through `sparsevd.kernels`; `bench` calls the C file of the user's network."""
     elsewhere = []
