@@ -15,7 +15,8 @@ from torch import nn
 import sparsevd
 from sparsevd import cli, lock
 from sparsevd.checkpoint_info import info, prune_file
-from sparsevd.errors import CheckpointError, SparseVDWarning, WriteError
+from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning, WriteError
+from sparsevd.run import RunConfig, run
 
 CONFIG = sparsevd.FitConfig(epochs=3, batch_size=20)
 
@@ -198,3 +199,27 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="cannot be written to"):
         sparsevd.fit(network(), data(), None, CONFIG, run_dir=tmp_path / "file" / "run", progress=False)
+
+
+@pytest.mark.skipif(lock.fcntl is None, reason="no locks on this system")
+def test_who_trains_is_said_before_what_the_folder_holds(tmp_path):
+    """Neither --resume nor --overwrite, which the other sentence proposes, would be let in."""
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"")
+    begun, over = threading.Event(), threading.Event()
+
+    def training():
+        with lock.only_training(tmp_path):
+            begun.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=training)
+    thread.start()
+    try:
+        assert begun.wait(60)
+        with pytest.raises(CheckpointError, match="is in use: process"):
+            run(RunConfig(out=tmp_path))
+    finally:
+        over.set()
+        thread.join()
+    with pytest.raises(ArgumentError, match="already holds a run"):
+        run(RunConfig(out=tmp_path))

@@ -94,6 +94,23 @@ def only_training(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
+def refuse_if_training(folder: Path) -> None:
+    """Says who trains in a folder, if anybody but this thread does; nothing is taken or written."""
+    path = folder / TRAINING
+    held = _held.get(folder.resolve())
+    if (held is not None and held[0] == threading.get_ident()) or not path.is_file():
+        return
+    try:
+        handle = os.open(path, os.O_RDWR | NO_LINK)
+    except OSError:  # it ended just now, or belongs to another user
+        return
+    try:
+        if take(handle) is False:
+            raise _in_use(path)
+    finally:
+        os.close(handle)
+
+
 def _taken(path: Path) -> int:
     """The lock file, open, locked, and with a note of who has it."""
     while True:
@@ -101,9 +118,7 @@ def _taken(path: Path) -> int:
         taken = take(handle)
         if taken is False:
             os.close(handle)
-            raise CheckpointError(
-                f"{path.parent} is in use: {_holder(path)}. Wait until it ends, stop it, or use another folder"
-            )
+            raise _in_use(path)
         if leads_to(path, handle):
             break
         os.close(handle)  # the one before removed it at its end
@@ -117,6 +132,12 @@ def _taken(path: Path) -> int:
         os.ftruncate(handle, 0)
         os.write(handle, json.dumps(holder).encode())
     return handle
+
+
+def _in_use(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path.parent} is in use: {_holder(path)}. Wait until it ends, stop it, or use another folder"
+    )
 
 
 def _holder(path: Path) -> str:

@@ -172,6 +172,7 @@ def _check_folder(config: RunConfig) -> None:
         raise ArgumentError(f"--pretrain-epochs {config.pretrain_epochs} must be zero or more")
     if config.out.exists() and not config.out.is_dir():
         raise ArgumentError(f"{config.out} is a file; give a folder")
+    lock.refuse_if_training(config.out)  # neither --resume nor --overwrite would help
     if not (config.resume or config.overwrite) and any((config.out / name).exists() for name in _STATE):
         raise ArgumentError(f"{config.out} already holds a run; --resume continues it, --overwrite starts anew")
 

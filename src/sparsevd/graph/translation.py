@@ -11,7 +11,7 @@ from sparsevd.errors import GraphError
 from sparsevd.graph.operations import DTYPE_NAMES, OPS, Attribute
 from sparsevd.graph.structure import Graph, Node
 
-STILL_WORKS = "what needs no graph still works for this network: prune, summary, accelerate, save"
+STILL_WORKS = "what needs no graph still works for this network: prune, summary, accelerate, save without an example"
 
 
 class Translation:

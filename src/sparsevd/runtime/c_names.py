@@ -114,6 +114,14 @@ LIBRARY = _words("""
 FAMILIES = _words("atomic posix pthread va")
 
 
+# The network's own header would be read in place of these.
+HEADERS = _words("""
+    assert complex cpuid ctype errno fcntl features fenv float immintrin inttypes iso646 limits locale malloc math
+    memory poll pthread sched semaphore setjmp signal stdalign stdarg stdatomic stdbit stdbool stdckdint stddef stdint
+    stdio stdlib stdnoreturn string strings tgmath threads time uchar unistd wchar wctype
+""")
+
+
 def why_not(name: str) -> str | None:
     """What is wrong with this name for an exported function; None if it can be used."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -134,6 +142,8 @@ def why_not(name: str) -> str | None:
         return "names that end with _t are types in C"
     if _in_library(name):
         return f"{name} belongs to the library of C"
+    if name in HEADERS:
+        return f"{name}.h is a header of C, in whose place this one would be read"
     for suffix in SUFFIXES:
         if name.endswith(f"_{suffix}"):
             return f"the header of a network {name.removesuffix(f'_{suffix}')} would define {name} too"
