@@ -30,10 +30,11 @@ ACCEPTED = """
     net in out load store vf vi splat steps step step_kind layer_0 test_input test_output test_result scratch
     kernels sparse_kernels sparse_layer input_layer largest difference expected off size i t k tile value nonzero
     product pack unpack pool copy clear zeros clamp lanes target name row plane place slot order starts bias low high
-    Net LeNet5 vgg16 x1 a data end begin map vector list string std export_c sparsevd uint8 int32 mem str is final
+    Net LeNet5 vgg16 x1 a data end begin map vector list std export_c sparsevd uint8 int32 mem str is final
     override module import error_net my_net resnet_18 SparseVD sPARSE sem_seg timers small near huge data_in
 """
 REFUSED = """
+    string math stdint features immintrin
     int main float double void return struct union if inline restrict bool true nullptr alignas typeof asm auto const
     class new delete template and xor this public wchar_t concept co_await linux unix i386 complex noreturn NAME TARGET
     LANES INFINITY NAN NULL EOF I A VGG16 INT _net _Net __net net__2 net_ _ __ size_t int32_t pthread_t my_t exp sqrtf
