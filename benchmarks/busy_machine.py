@@ -72,7 +72,7 @@ def random_data(net: str = "lenet-300-100") -> tuple[Any, Any]:
 def training(net: str) -> Call:
     """An epoch; the network has trained on a few examples before."""
     import sparsevd
-    from sparsevd.models import MODELS
+    from sparsevd.zoo.models import MODELS
 
     (x, y), few = random_data(net)
     model, config = sparsevd.sparsify(MODELS[net](10)), sparsevd.FitConfig(epochs=1)
@@ -91,7 +91,7 @@ def inference(way: str, net: str, batch: int) -> Call:
     import torch
 
     import sparsevd
-    from sparsevd.models import MODELS
+    from sparsevd.zoo.models import MODELS
 
     torch.manual_seed(0)
     network, x = MODELS[net](10).eval(), torch.rand(batch, 1, 28, 28)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsevd
-from sparsevd.restore import restore
+from sparsevd.runs.restore import restore
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "compaction.json"

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sparsevd import atomic, kernels, pack
+from sparsevd import kernels, modelfile
+from sparsevd.files import atomic
 
 RESULTS = Path(__file__).parent / "results" / "file_speed.json"
 REPEAT = 5
@@ -52,9 +53,9 @@ def main() -> None:
     for _ in range(REPEAT):
         for name, structured, precision in cases:
             started = time.perf_counter()
-            data, _ = pack.pack(models[structured], precision=precision)
+            data, _ = modelfile.pack(models[structured], precision=precision)
             between = time.perf_counter()
-            pack.unpack(data)
+            modelfile.unpack(data)
             ended = time.perf_counter()
             times.setdefault((name, precision, "encode"), []).append(megabytes / (between - started))
             times.setdefault((name, precision, "decode"), []).append(megabytes / (ended - between))
@@ -69,8 +70,8 @@ def main() -> None:
         small.weight[torch.rand_like(small.weight) >= 0.02] = 0
     with_c, kernels.available = kernels.available, lambda: False  # type: ignore[assignment]
     started = time.perf_counter()
-    data, _ = pack.pack(small)
-    pack.unpack(data)
+    data, _ = modelfile.pack(small)
+    modelfile.unpack(data)
     seconds = time.perf_counter() - started
     kernels.available = with_c
     without = 2 * small.weight.numel() * 4 / 1e6 / seconds

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsevd
-from sparsevd import models
+from sparsevd.zoo import models
 
 RESULTS = Path(__file__).parent / "results" / "inference.json"
 FIGURE = Path(__file__).parent / "results" / "inference.svg"

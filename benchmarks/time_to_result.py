@@ -24,10 +24,10 @@ import torch
 
 import sparsevd
 from sparsevd import kernels
-from sparsevd.data import load
-from sparsevd.evaluate import evaluate
-from sparsevd.fit import fit_dense
-from sparsevd.models import MODELS
+from sparsevd.training.evaluation import evaluate
+from sparsevd.training.loop import fit_dense
+from sparsevd.zoo.datasets import load
+from sparsevd.zoo.models import MODELS
 
 RESULTS = Path(__file__).parent / "results" / "time_to_result.json"
 RECIPE = sparsevd.FitConfig()

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import sparsevd
 from sparsevd import kernels
-from sparsevd.models import MODELS
-from sparsevd.optimizer import BoundAdam
+from sparsevd.training.optimizer import BoundAdam
+from sparsevd.zoo.models import MODELS
 
 RESULTS = Path(__file__).parent / "results" / "train_step.json"
 # name → batch size, shape of an input, steps in one timing

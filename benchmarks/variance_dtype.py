@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsevd
-from sparsevd import atomic
+from sparsevd.files import atomic
 from sparsevd.layers import SparseLayer
-from sparsevd.models import MODELS
-from sparsevd.optimizer import BoundAdam
-from sparsevd.sampling import multiplies_bfloat16
+from sparsevd.layers.sampling import multiplies_bfloat16
+from sparsevd.training.optimizer import BoundAdam
+from sparsevd.zoo.models import MODELS
 
 RESULTS = Path(__file__).parent / "results" / "variance_dtype.json"
 WAYS = ("float32", "bfloat16", "chosen")

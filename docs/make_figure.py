@@ -11,20 +11,20 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from sparsevd import functional
-from sparsevd.checkpoint import Checkpoint
 from sparsevd.layers import THRESHOLD
+from sparsevd.posterior import equations
+from sparsevd.training.checkpoint import Checkpoint
 
 INK, BLUE, RED, GREY = "#22272e", "#2f6fb3", "#c8452f", "#9aa4b0"
 
 
 def draw_kl(axes):
     log_alpha = torch.linspace(-8, 8, 400, dtype=torch.float64)
-    exact, ours = functional.negative_kl_exact(log_alpha), functional.negative_kl(log_alpha)
+    exact, ours = equations.negative_kl_exact(log_alpha), equations.negative_kl(log_alpha)
     axes.plot(log_alpha, exact, color=GREY, linewidth=5, label="exact, eq. 13")
     axes.plot(log_alpha, ours, color=BLUE, linewidth=1.6, label="approximation, eq. 14")
     small = log_alpha <= 0.6
-    kingma = functional.negative_kl_kingma_cubic(log_alpha)
+    kingma = equations.negative_kl_kingma_cubic(log_alpha)
     axes.plot(
         log_alpha[small], kingma[small], color=RED, linewidth=1.2, linestyle="--", label="Kingma et al., for α ≤ 1"
     )
@@ -58,7 +58,7 @@ def draw_pixels(axes, kept):
 def main() -> None:
     checkpoint = Checkpoint.load(Path(sys.argv[1]) / "checkpoint.safetensors")
     layers = {
-        name: functional.log_alpha(checkpoint.model[f"{name}.weight"], checkpoint.model[f"{name}.log_sigma2"])
+        name: equations.log_alpha(checkpoint.model[f"{name}.weight"], checkpoint.model[f"{name}.log_sigma2"])
         for name in checkpoint.layers
     }
     log_alpha = torch.cat([layer.flatten() for layer in layers.values()])

@@ -23,16 +23,16 @@ from records import Records
 from torch import nn
 from work import Images, Work
 
-from sparsevd.batches import Augmented, Data, batches
-from sparsevd.data import load
 from sparsevd.errors import ArgumentError, DivergenceError
-from sparsevd.evaluate import evaluate, wrong
-from sparsevd.fit import DECAYS
-from sparsevd.history import EpochMetrics
-from sparsevd.models import MODELS
-from sparsevd.run import split
-from sparsevd.run_folder import RunFolder, State
-from sparsevd.sampling import multiplies_bfloat16
+from sparsevd.layers.sampling import multiplies_bfloat16
+from sparsevd.runs.training_run import split
+from sparsevd.training.data import Augmented, Data, batches
+from sparsevd.training.evaluation import evaluate, wrong
+from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.history import EpochMetrics
+from sparsevd.training.loop import DECAYS
+from sparsevd.zoo.datasets import load
+from sparsevd.zoo.models import MODELS
 
 SHIFT = 4
 BATCH_SIZE = 128

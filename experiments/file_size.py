@@ -23,10 +23,12 @@ import torch
 from records import Records, chart
 
 import sparsevd
-from sparsevd import compress, data, pack
-from sparsevd.compress import CompressConfig
-from sparsevd.pack import container, native, quantise, symbols
-from sparsevd.pack.container import Form
+from sparsevd import modelfile
+from sparsevd.modelfile import container, native, quantisation, symbols
+from sparsevd.modelfile.container import Form
+from sparsevd.runs import compression
+from sparsevd.runs.compression import CompressConfig
+from sparsevd.zoo import datasets
 
 STEPS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 BITS = (8, 6, 5, 4)
@@ -36,19 +38,19 @@ LIMITS = (0.05, 0.1, 0.2)  # --max-error-increase
 
 def measure(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.safetensors"
-    name, data_name, seed = compress.origin(CompressConfig(path, path), path)
-    splits = data.load(data_name)
-    model = compress.load_model(path, compress.build_model(name, splits.classes))
+    name, data_name, seed = compression.origin(CompressConfig(path, path), path)
+    splits = datasets.load(data_name)
+    model = compression.load_model(path, compression.build_model(name, splits.classes))
     pruned = sparsevd.prune(model)
     graph = sparsevd.capture(pruned, splits.test[0][:2])
 
     def point(precision: Any) -> dict[str, Any]:
-        packed, _ = pack.pack(model, precision=precision, graph=graph)
-        result = sparsevd.evaluate(pack.rebuild(packed), splits.test)
+        packed, _ = modelfile.pack(model, precision=precision, graph=graph)
+        result = sparsevd.evaluate(modelfile.rebuild(packed), splits.test)
         return {"bytes": len(packed), "error": result.error, "loss": result.loss}
 
-    exact, parts = pack.pack(model, graph=graph)
-    zstd = compress.zstd_size(dict(pruned.state_dict()))
+    exact, parts = modelfile.pack(model, graph=graph)
+    zstd = compression.zstd_size(dict(pruned.state_dict()))
     entropy = (parts.header_bits + sum(sum(entry.bits) for entry in parts.entries)) / 8 + container.FRAME
     record = {
         "run": folder.name,
@@ -58,7 +60,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "pruned_error": sparsevd.evaluate(pruned, splits.test).error,
         "dense_bytes": 4 * sum(parameter.numel() for parameter in pruned.parameters()),
         "lossless": {"bytes": len(exact), "zstd_bytes": zstd, "over_entropy": len(exact) / entropy},
-        "posterior": {str(steps): point(pack.Posterior(steps)) for steps in STEPS},
+        "posterior": {str(steps): point(modelfile.Posterior(steps)) for steps in STEPS},
         "bits": {str(bits): point(bits) for bits in BITS},
         "nncodec": nncodec(dict(pruned.state_dict()), name, splits) or {},
         "chosen": {},
@@ -67,27 +69,27 @@ def measure(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         for limit in LIMITS:
             config = CompressConfig(path, Path(temporary) / "m.spvd", max_error_increase=limit)
-            result = compress.compress(config)
+            result = compression.compress(config)
             record["chosen"][str(limit)] = {"bytes": result.size, "steps": result.steps, "error": result.test.error}
     return record
 
 
 def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
     """Bytes of the file at 1.5 σ, with one choice taken away at a time, and by other coders."""
-    precision = pack.Posterior(1.5)
-    whole, packed = pack.pack(model, precision=precision, graph=graph)
+    precision = modelfile.Posterior(1.5)
+    whole, packed = modelfile.pack(model, precision=precision, graph=graph)
     results: dict[str, float] = {"whole": len(whole)}
-    results["without the graph (dead biases stored)"] = len(pack.pack(model, precision=precision)[0])
+    results["without the graph (dead biases stored)"] = len(modelfile.pack(model, precision=precision)[0])
     results["without the layer before as hint"] = _one_by_one(packed, as_vectors=False)
     results["without living rows and columns, nor hints"] = _one_by_one(packed, as_vectors=True)
     for entry in packed.entries:
         entry.width = 0
     results["without image neighbours"] = len(container.encode(packed, choose_widths=False))
-    finer, quantise.BIAS_STEP = quantise.BIAS_STEP, 1.0
-    results["biases as coarse as weights"] = len(pack.pack(model, precision=precision, graph=graph)[0])
-    quantise.BIAS_STEP = finer
+    finer, quantisation.BIAS_STEP = quantisation.BIAS_STEP, 1.0
+    results["biases as coarse as weights"] = len(modelfile.pack(model, precision=precision, graph=graph)[0])
+    quantisation.BIAS_STEP = finer
     results["units sorted by density (not done)"] = _sorted_units(model, graph, precision)
-    static = _constriction(pack.pack(model, precision=precision, graph=graph)[1])
+    static = _constriction(modelfile.pack(model, precision=precision, graph=graph)[1])
     if static is not None:
         results["static tables per layer, constriction"] = static
     return results
@@ -105,7 +107,7 @@ def _one_by_one(packed: container.Packed, as_vectors: bool) -> float:
 
 def _sorted_units(model: torch.nn.Module, graph: Any, precision: Any) -> float:
     """Hidden units of a chain of linear layers in the order of their density; only for such chains."""
-    packed = pack.pack(model, precision=precision, graph=graph)[1]
+    packed = modelfile.pack(model, precision=precision, graph=graph)[1]
     layers = [entry for entry in packed.entries if len(entry.shape) == 2]
     biases = {entry.name: entry for entry in packed.entries if len(entry.shape) == 1}
     for before, after in itertools.pairwise(layers):
@@ -148,7 +150,7 @@ def _constriction(packed: container.Packed) -> float | None:
     return total
 
 
-def nncodec(state: dict[str, torch.Tensor], name: str, splits: data.Splits) -> dict[str, Any] | None:
+def nncodec(state: dict[str, torch.Tensor], name: str, splits: datasets.Splits) -> dict[str, Any] | None:
     """The same pruned network by NNCodec, if it is installed: without a graph, and with the biases of dead units."""
     try:
         from nncodec import nn as codec
@@ -161,7 +163,7 @@ def nncodec(state: dict[str, torch.Tensor], name: str, splits: data.Splits) -> d
             plain = {"sparsity": 0, "tca": False, "opt_qp": False, "bnf": False, "lsa": False, "wandb": False}
             coded = codec.encode({key: tensor.numpy().copy() for key, tensor in state.items()}, settings | plain)
             decoded = codec.decode(coded, {"wandb": False})
-            network = compress.build_model(name, splits.classes)
+            network = compression.build_model(name, splits.classes)
             network.load_state_dict({key: torch.tensor(np.asarray(decoded[key])) for key in state})
             result = sparsevd.evaluate(network, splits.test)
             kind = "dependent" if dependent else "plain"

@@ -9,20 +9,20 @@ that each approximation was published with, and with the C that suits it best.
 import torch
 from records import Records, chart
 
-from sparsevd import functional
+from sparsevd.posterior import equations
 
 LOG_ALPHA = torch.linspace(-12, 12, 4801, dtype=torch.float64)
 APPROXIMATIONS = {
-    "Sparse VD, eq. 14": (functional.negative_kl, "#c1272d", float("inf"), 0.009),
-    "Kingma et al., polynomial": (functional.negative_kl_kingma_cubic, "#0000a7", 0.0, 0.04),
-    "Kingma et al., bound": (functional.negative_kl_kingma_bound, "#008176", 0.0, None),
+    "Sparse VD, eq. 14": (equations.negative_kl, "#c1272d", float("inf"), 0.009),
+    "Kingma et al., polynomial": (equations.negative_kl_kingma_cubic, "#0000a7", 0.0, 0.04),
+    "Kingma et al., bound": (equations.negative_kl_kingma_bound, "#008176", 0.0, None),
 }
 
 
 def main() -> None:
     records = Records("kl_divergence")
     records.path.unlink(missing_ok=True)
-    exact = functional.negative_kl_exact(LOG_ALPHA)
+    exact = equations.negative_kl_exact(LOG_ALPHA)
     for name, (approximation, _, limit, claimed) in APPROXIMATIONS.items():
         value = approximation(LOG_ALPHA)
         error = value - exact

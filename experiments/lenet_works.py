@@ -11,9 +11,9 @@ from work import Images, Work
 import sparsevd
 from sparsevd import baselines
 from sparsevd.baselines import METHODS, Method
-from sparsevd.data import load
-from sparsevd.models import MODELS
-from sparsevd.run import split
+from sparsevd.runs.training_run import split
+from sparsevd.zoo.datasets import load
+from sparsevd.zoo.models import MODELS
 
 INITIALISATIONS = {
     "xavier": lambda weight: None,  # as the networks come

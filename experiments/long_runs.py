@@ -37,7 +37,7 @@ from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import SoftWeightSharing
 from sparsevd.baselines.surgery import Surgery
 from sparsevd.errors import SparseVDError
-from sparsevd.recipes import RECIPES
+from sparsevd.training.recipes import RECIPES
 
 FOLDER = Path("runs/long_runs")
 

@@ -27,8 +27,8 @@ from sparsevd import baselines
 from sparsevd.baselines import Method
 from sparsevd.baselines.binary_dropout import BinaryDropout
 from sparsevd.baselines.dense import Dense
-from sparsevd.data import load
-from sparsevd.models import MODELS
+from sparsevd.zoo.datasets import load
+from sparsevd.zoo.models import MODELS
 
 CLASSES = 10
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import sparsevd
-from sparsevd import atomic, lock
+from sparsevd.files import atomic, lock
 
 HERE = Path(__file__).parent
 

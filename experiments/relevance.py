@@ -32,7 +32,7 @@ from sklearn.linear_model import ARDRegression, LassoCV, LogisticRegressionCV
 from sklearn.model_selection import KFold, StratifiedKFold
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 
-from sparsevd import atomic
+from sparsevd.files import atomic
 from sparsevd.linear_model import RVMClassifier, RVMRegressor, SparseVDClassifier, SparseVDRegressor
 
 HERE = Path(__file__).parent

@@ -17,7 +17,7 @@ from records import Records, chart, spread, train
 
 from sparsevd.baselines import METHODS
 from sparsevd.baselines.surgery import Surgery
-from sparsevd.compare import CompareConfig, compare
+from sparsevd.runs.comparison import CompareConfig, compare
 
 SHIFTS = {"lenet-300-100": 0, "lenet-5-caffe": 1}  # in pixels
 # Beside the recipe: LeNet-5-Caffe bears an earlier end of superfluous weights (0.5 on held-out training images).

@@ -22,9 +22,9 @@ from typing import Any
 from records import Records, commit
 from work import RESULT, STOPPED, Unit, Work
 
-from sparsevd import atomic
 from sparsevd.errors import ArgumentError, SparseVDError
-from sparsevd.run_folder import METRICS
+from sparsevd.files import atomic
+from sparsevd.training.folder import METRICS
 
 STATE = "state.json"
 LOG = "log.txt"

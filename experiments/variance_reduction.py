@@ -31,12 +31,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import sparsevd
-from sparsevd import functional, kernels
+from sparsevd import kernels
 from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.variational_dropout import multiplicative_noise
-from sparsevd.data import load
-from sparsevd.models import MODELS
-from sparsevd.optimizer import BoundAdam
+from sparsevd.posterior import equations
+from sparsevd.training.optimizer import BoundAdam
+from sparsevd.zoo.datasets import load
+from sparsevd.zoo.models import MODELS
 
 N = 60_000
 BATCH = 100
@@ -181,7 +182,7 @@ def restored(path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any] | N
 
 def additive_noise(layer: nn.Linear, log_sigma2: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Mean γ = A·θ + bias, variance δ = A²·σ² (eq. 17)."""
-    return lambda input, output: functional.noisy_output(
+    return lambda input, output: equations.noisy_output(
         output, F.linear(input * input, log_sigma2.exp()), torch.randn_like(output)
     )
 

@@ -19,10 +19,10 @@ from typing import Any
 from records import Records, chart, train
 
 import sparsevd
-from sparsevd.checkpoint import load_weights
-from sparsevd.data import load
-from sparsevd.models import MODELS
-from sparsevd.restore import restore
+from sparsevd.runs.restore import restore
+from sparsevd.training.checkpoint import load_weights
+from sparsevd.zoo.datasets import load
+from sparsevd.zoo.models import MODELS
 
 PRETRAIN = {"epochs": 15, "learning-rate": 2e-3, "weight-decay": 0.02}
 RATE = 1e-3

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparsevd import atomic
+from sparsevd.files import atomic
 
 RESULT = "result.json"
 STOPPED = 75  # exit code of a unit that was asked to stop, and has saved where it was

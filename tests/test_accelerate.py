@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd import kernels, models
-from sparsevd.runtime import accelerate as module
+from sparsevd import kernels
+from sparsevd.runtime import acceleration as module
 from sparsevd.runtime import timing
 from sparsevd.runtime.folding import followers
 from sparsevd.runtime.layers import InferenceLayer
+from sparsevd.zoo import models
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 
@@ -299,7 +300,7 @@ def test_without_kernels_linear_layers_take_csr():
 import torch, sparsevd
 from torch import nn
 from sparsevd import kernels
-from sparsevd.runtime import accelerate as module
+from sparsevd.runtime import acceleration as module
 kernels.library.cache_clear(); kernels.library = lambda: None
 assert not kernels.available()
 from sparsevd.runtime.timing import Timing

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from sparsevd import atomic, lock
-from sparsevd.checkpoint import read_tensors, write_tensors
 from sparsevd.errors import WriteError
+from sparsevd.files import atomic, lock
+from sparsevd.training.checkpoint import read_tensors, write_tensors
 
 
 def names(folder):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsevd import baselines, functional
+from sparsevd import baselines
 from sparsevd.baselines import METHODS, Training
 from sparsevd.baselines.binary_dropout import BinaryDropout, dropout_rates
 from sparsevd.baselines.gaussian_dropout import GaussianDropout
@@ -17,12 +17,13 @@ from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import Mixture, SoftWeightSharing
 from sparsevd.baselines.surgery import Surgery, renew
 from sparsevd.baselines.variational_dropout import VariationalDropout, multiplicative_noise
-from sparsevd.convert import sparsify
+from sparsevd.conversion import sparsify
 from sparsevd.errors import ArgumentError
-from sparsevd.evaluate import elbo, evaluate
-from sparsevd.fit import FitConfig
 from sparsevd.layers import SparseLayer
-from sparsevd.summary import summary
+from sparsevd.posterior import equations
+from sparsevd.reporting.summary import summary
+from sparsevd.training.evaluation import elbo, evaluate
+from sparsevd.training.loop import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPARSE = ["pruning", "surgery", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]
@@ -395,6 +396,6 @@ def test_the_restricted_rate_stays_below_one():
 
 def test_the_two_divergences_agree_where_both_hold():
     log_alpha = torch.linspace(-8, 0, 50)
-    difference = functional.negative_kl_kingma_cubic(log_alpha) - functional.negative_kl(log_alpha)
+    difference = equations.negative_kl_kingma_cubic(log_alpha) - equations.negative_kl(log_alpha)
     assert (difference - difference.mean()).abs().max() < 0.1
     assert math.isfinite(difference.sum().item())

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from sparsevd import models
 from sparsevd.cli import app
 from sparsevd.errors import ArgumentError
-from sparsevd.runtime import bench, timing
+from sparsevd.runs import benchmark as bench
+from sparsevd.runtime import timing
+from sparsevd.zoo import models
 from test_accelerate import pruned
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import save
 from torch import nn
 
 import sparsevd
-from sparsevd.checkpoint import DTYPES, Checkpoint, little_endian, load_weights, read_tensors, write_tensors
-from sparsevd.checkpoint_info import info, prune_file
 from sparsevd.errors import CheckpointError, FormatError, SparseVDError, WriteError
-from sparsevd.history import EpochMetrics, History
 from sparsevd.layers import INITIAL_LOG_SIGMA2
-from sparsevd.optimizer import BoundAdam
-from sparsevd.run_folder import RunFolder, State
+from sparsevd.runs.checkpoint_info import info, prune_file
+from sparsevd.training.checkpoint import DTYPES, Checkpoint, little_endian, load_weights, read_tensors, write_tensors
+from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.history import EpochMetrics, History
+from sparsevd.training.optimizer import BoundAdam
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from sparsevd.checkpoint import Checkpoint
 from sparsevd.cli import app
+from sparsevd.training.checkpoint import Checkpoint
 
 USER_CODE = """
     import torch

@@ -10,8 +10,8 @@ from torch import nn
 
 import networks
 import sparsevd
-from sparsevd.compact import compact_graph
 from sparsevd.graph import Graph, Node, evaluate, to_module
+from sparsevd.graph.compaction import compact_graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from sparsevd import baselines, compare
+from sparsevd import baselines
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.cli import app
 from sparsevd.errors import ArgumentError, FormatError
+from sparsevd.runs import comparison
 from test_baselines import network, problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,13 +22,13 @@ def data():
 
 def config(folder, **settings):
     settings = {"methods": ("dense", "pruning", "sparse-vd"), "epochs": 2, "out": folder, **settings}
-    return compare.CompareConfig(net="test_baselines:network", data="test_compare:data", **settings)
+    return comparison.CompareConfig(net="test_baselines:network", data="test_compare:data", **settings)
 
 
 def test_records_say_what_came_out(tmp_path):
     # After two epochs the weights are still uniform: above √3 deviations there is none.
     settings = {"pruning": Pruning(quality=1.0)}
-    records = compare.compare(config(tmp_path), say=lambda line: None, settings=settings)
+    records = comparison.compare(config(tmp_path), say=lambda line: None, settings=settings)
     assert [record["method"] for record in records] == ["dense", "pruning", "sparse-vd"]
     assert records == json.loads((tmp_path / "compare.json").read_text())
     dense, pruned, ours = records
@@ -53,27 +54,27 @@ def test_a_stopped_comparison_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(baselines, "train", watched)
     with pytest.raises(KeyboardInterrupt):
-        compare.compare(config(tmp_path), say=lambda line: None)
-    assert len(compare.read(tmp_path)) == 2
+        comparison.compare(config(tmp_path), say=lambda line: None)
+    assert len(comparison.read(tmp_path)) == 2
     monkeypatch.setattr(baselines, "train", train)
     said = []
-    assert len(compare.compare(config(tmp_path), say=said.append)) == 3
+    assert len(comparison.compare(config(tmp_path), say=said.append)) == 3
     assert said == ["Sparse VD: 2 epochs"]
     # Other settings are another record.
-    again = compare.compare(config(tmp_path, methods=("pruning",)), said.append, {"pruning": Pruning(quality=0.5)})
-    assert len(compare.read(tmp_path)) == 4
+    again = comparison.compare(config(tmp_path, methods=("pruning",)), said.append, {"pruning": Pruning(quality=0.5)})
+    assert len(comparison.read(tmp_path)) == 4
     assert again[0]["settings"]["quality"] == 0.5
 
 
 def test_held_out_examples_take_the_place_of_the_test_set(tmp_path, monkeypatch):
-    measured, evaluate = [], compare.evaluate
+    measured, evaluate = [], comparison.evaluate
 
     def watched(network, data):
         measured.append(data[0])
         return evaluate(network, data)
 
-    monkeypatch.setattr(compare, "evaluate", watched)
-    (record,) = compare.compare(config(tmp_path, methods=("dense",), val_size=50), say=lambda line: None)
+    monkeypatch.setattr(comparison, "evaluate", watched)
+    (record,) = comparison.compare(config(tmp_path, methods=("dense",), val_size=50), say=lambda line: None)
     assert record["held_out"] == 50
     (examples,) = measured
     assert len(examples) == 50
@@ -86,16 +87,16 @@ def test_two_comparisons_in_one_folder_keep_each_others_records(tmp_path, monkey
 
     def meanwhile(method, *arguments, **keywords):
         monkeypatch.setattr(baselines, "train", train)
-        compare.compare(config(tmp_path, methods=("pruning",)), say=lambda line: None)
+        comparison.compare(config(tmp_path, methods=("pruning",)), say=lambda line: None)
         return train(method, *arguments, **keywords)
 
     monkeypatch.setattr(baselines, "train", meanwhile)
-    compare.compare(config(tmp_path, methods=("dense",)), say=lambda line: None)
-    assert [record["method"] for record in compare.read(tmp_path)] == ["pruning", "dense"]
+    comparison.compare(config(tmp_path, methods=("dense",)), say=lambda line: None)
+    assert [record["method"] for record in comparison.read(tmp_path)] == ["pruning", "dense"]
 
 
 def test_the_settings_of_sparse_vd_leave_out_what_the_comparison_decides(tmp_path):
-    (record,) = compare.compare(config(tmp_path, methods=("sparse-vd",), seed=3), say=lambda line: None)
+    (record,) = comparison.compare(config(tmp_path, methods=("sparse-vd",), seed=3), say=lambda line: None)
     assert not {"epochs", "batch_size", "seed"} & set(record["settings"]["recipe"])
     assert (record["epochs"], record["seed"]) == (2, 3)
 
@@ -108,13 +109,13 @@ def small_data():
 def test_what_cannot_work_is_refused_before_any_training(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "train", None)
     with pytest.raises(ArgumentError, match="no method 'magic'"):
-        compare.compare(config(tmp_path, methods=("dense", "magic")))
+        comparison.compare(config(tmp_path, methods=("dense", "magic")))
     small = replace(config(tmp_path, val_size=10), data="test_compare:small_data")
     with pytest.raises(ArgumentError, match="does not fit the data"):
-        compare.compare(small)
+        comparison.compare(small)
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="cannot be written to"):
-        compare.compare(config(tmp_path / "file"))
+        comparison.compare(config(tmp_path / "file"))
 
 
 def test_the_table_has_a_line_for_every_method():
@@ -123,7 +124,7 @@ def test_the_table_has_a_line_for_every_method():
         {"method": "dense", "error": 1.5, "per_layer": layers, "ratio": 4.2, "seconds": 90},
         {"method": "sparse-vd", "error": None, "per_layer": layers, "ratio": None, "seconds": 6},
     ]
-    header, rule, dense, ours = compare.table(records).splitlines()
+    header, rule, dense, ours = comparison.table(records).splitlines()
     assert header.split() == ["method", "error", "sparsity", "per", "layer", "fewer", "weights", "time"]
     assert len(rule) == len(header)
     assert dense.split() == ["dense", "1.50", "%", "75.0", "–", "100.0", "4.2×", "1.5", "min"]
@@ -132,14 +133,14 @@ def test_the_table_has_a_line_for_every_method():
 
 def test_wrong_requests_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match="no method 'magic'"):
-        compare.methods_named("dense, magic")
-    assert compare.methods_named("all") == tuple(baselines.METHODS)
+        comparison.methods_named("dense, magic")
+    assert comparison.methods_named("all") == tuple(baselines.METHODS)
     (tmp_path / "compare.json").write_text("{")
     with pytest.raises(FormatError, match="is not JSON"):
-        compare.read(tmp_path)
+        comparison.read(tmp_path)
     (tmp_path / "compare.json").write_text("[3]")
     with pytest.raises(FormatError, match="list of records"):
-        compare.read(tmp_path)
+        comparison.read(tmp_path)
 
 
 def test_the_command(tmp_path):

@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sparsevd
-from sparsevd import compress, graph, pack
-from sparsevd.checkpoint import Checkpoint, write_tensors
-from sparsevd.checkpoint_info import info
-from sparsevd.compress import CompressConfig
+from sparsevd import graph, modelfile
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
 from sparsevd.layers import SparseLayer
+from sparsevd.runs import compression
+from sparsevd.runs.checkpoint_info import info
+from sparsevd.runs.compression import CompressConfig
+from sparsevd.training.checkpoint import Checkpoint, write_tensors
 
 USER_CODE = """
     import torch
@@ -98,7 +99,7 @@ def one_capture(monkeypatch):
             graphs[type(model)] = graph.capture(model, example)
         return graphs[type(model)]
 
-    monkeypatch.setattr(compress, "capture", cached)
+    monkeypatch.setattr(compression, "capture", cached)
 
 
 graphs: dict[type, graph.Graph] = {}
@@ -106,7 +107,7 @@ graphs: dict[type, graph.Graph] = {}
 
 def test_compress_a_run(trained, tmp_path):
     target = tmp_path / "small.spvd"
-    result = compress.compress(of_mine(trained, target, max_error_increase=3.0))
+    result = compression.compress(of_mine(trained, target, max_error_increase=3.0))
     import mine
 
     _, test = mine.data()
@@ -132,7 +133,7 @@ def test_compress_a_run(trained, tmp_path):
 
 def test_more_error_allows_a_smaller_file(trained, tmp_path):
     sizes = [
-        compress.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=increase, val_size=500)).size
+        compression.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=increase, val_size=500)).size
         for increase in (1.0, 5.0, 100.0)
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -140,19 +141,19 @@ def test_more_error_allows_a_smaller_file(trained, tmp_path):
 
 
 def test_the_test_set_has_no_part_in_the_search(trained, tmp_path, monkeypatch):
-    first = compress.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=3.0))
+    first = compression.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=3.0))
     import mine
 
     train, (x, y) = mine.data()
     monkeypatch.setattr(mine, "data", lambda: (train, (x, 1 - y)))
-    second = compress.compress(of_mine(trained, tmp_path / "b.spvd", max_error_increase=3.0))
+    second = compression.compress(of_mine(trained, tmp_path / "b.spvd", max_error_increase=3.0))
     assert (tmp_path / "a.spvd").read_bytes() == (tmp_path / "b.spvd").read_bytes()
     assert second.test.error == pytest.approx(100 - first.test.error)
 
 
 @pytest.mark.parametrize("precision", ["lossless", "6"])
 def test_other_precisions(trained, tmp_path, precision):
-    result = compress.compress(of_mine(trained, tmp_path / "a.spvd", precision=precision, val_size=500))
+    result = compression.compress(of_mine(trained, tmp_path / "a.spvd", precision=precision, val_size=500))
     assert result.steps is None
     assert result.test.error == pytest.approx(result.test_before.error, abs=2)
     if precision == "lossless":
@@ -161,14 +162,14 @@ def test_other_precisions(trained, tmp_path, precision):
 
 def test_compress_the_pruned_network_of_a_run(trained, tmp_path):
     config = of_mine(trained / "pruned.safetensors", tmp_path / "a.spvd", precision="lossless")
-    assert compress.compress(config).size > 0
+    assert compression.compress(config).size > 0
     with pytest.raises(ArgumentError, match="no Sparse VD layer"):
-        compress.compress(of_mine(trained / "pruned.safetensors", tmp_path / "a.spvd", val_size=500))
+        compression.compress(of_mine(trained / "pruned.safetensors", tmp_path / "a.spvd", val_size=500))
 
 
 def test_a_network_without_a_graph(tmp_path):
     finished_run(tmp_path / "run", model="mine:Strange")
-    result = compress.compress(
+    result = compression.compress(
         of_mine(tmp_path / "run", tmp_path / "a.spvd", max_error_increase=100, model="mine:Strange")
     )
     assert not result.graph
@@ -179,7 +180,7 @@ def test_a_network_without_a_graph(tmp_path):
 
 def test_data_without_a_test_set(tmp_path):
     finished_run(tmp_path / "run")
-    result = compress.compress(
+    result = compression.compress(
         of_mine(tmp_path / "run", tmp_path / "a.spvd", max_error_increase=100, data="mine:no_test")
     )
     assert result.test is None
@@ -188,31 +189,31 @@ def test_data_without_a_test_set(tmp_path):
 
 def test_code_is_not_run_because_a_file_names_it(trained, tmp_path):
     with pytest.raises(ArgumentError, match="give --model and --data"):
-        compress.compress(CompressConfig(trained, tmp_path / "a.spvd"))
+        compression.compress(CompressConfig(trained, tmp_path / "a.spvd"))
     told = {"model": "lenet-300-100", "data": "mnist", "config": {"seed": 3}}
     (trained / "summary.json").write_text(json.dumps(told))
-    assert compress.origin(CompressConfig(trained, trained), trained / "x") == ("lenet-300-100", "mnist", 3)
+    assert compression.origin(CompressConfig(trained, trained), trained / "x") == ("lenet-300-100", "mnist", 3)
 
 
 def test_what_is_missing_is_said(tmp_path):
     save_file({"weight": torch.randn(3, 3)}, tmp_path / "alone.safetensors")
     with pytest.raises(ArgumentError, match="give --model and --data"):
-        compress.compress(CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd"))
+        compression.compress(CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd"))
     config = CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd", model="mine:network", data="mine:data")
     with pytest.raises(CheckpointError, match="does not fit the model"):
-        compress.compress(CompressConfig(**{**vars(config), "val_size": 500}))
+        compression.compress(CompressConfig(**{**vars(config), "val_size": 500}))
     for change, message in (({"precision": "fine"}, "--precision fine"), ({"max_error_increase": -1.0}, "-1.0")):
         with pytest.raises(ArgumentError, match=message):
-            compress.compress(CompressConfig(**{**vars(config), **change}))
+            compression.compress(CompressConfig(**{**vars(config), **change}))
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is damaged"):
-        compress.compress(CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd"))
+        compression.compress(CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd"))
 
 
 def test_a_limit_that_nothing_meets(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(compress, "STEPS", (500.0,))
+    monkeypatch.setattr(compression, "STEPS", (500.0,))
     with pytest.raises(ArgumentError, match="already steps of 500"):
-        compress.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=0.0, val_size=500))
+        compression.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=0.0, val_size=500))
 
 
 def test_info_reads_model_files(tmp_path):
@@ -228,4 +229,4 @@ def test_info_reads_model_files(tmp_path):
 
 
 def test_posterior_is_public():
-    assert pack.Posterior().steps > 0
+    assert modelfile.Posterior().steps > 0

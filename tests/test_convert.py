@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
 import sparsevd
-from sparsevd.convert import plan
+from sparsevd.conversion import plan
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import SparseConv2d, SparseLayer, SparseLinear
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparsevd import data, download
 from sparsevd.errors import DataError
+from sparsevd.zoo import datasets, download
 
 GENERATOR = np.random.default_rng(0)
 
@@ -38,7 +38,7 @@ def mnist_files():
 def pinned(name, files, mirrors=()):
     """The real data set's description with the digests of small files."""
     digests = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    return dataclasses.replace(data.DATASETS[name], digests=digests, mirrors=mirrors)
+    return dataclasses.replace(datasets.DATASETS[name], digests=digests, mirrors=mirrors)
 
 
 def write_all(folder, files, compress=False):
@@ -55,7 +55,7 @@ def write_all(folder, files, compress=False):
 def test_mnist_from_a_folder(tmp_path, folder, compress):
     files = mnist_files()
     write_all(tmp_path / "data" / folder, files, compress)
-    splits = data.load_dataset("mnist", pinned("mnist", files), tmp_path / "data")
+    splits = datasets.load_dataset("mnist", pinned("mnist", files), tmp_path / "data")
     x, y = splits.train
     assert x.shape == (30, 1, 28, 28)
     assert x.dtype == torch.float32
@@ -70,7 +70,7 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
     files = mnist_files()
     write_all(tmp_path / "data" / "mnist", files)
     monkeypatch.setenv("SPARSEVD_DATA", str(tmp_path / "data"))
-    assert len(data.load_dataset("mnist", pinned("mnist", files)).train[0]) == 30
+    assert len(datasets.load_dataset("mnist", pinned("mnist", files)).train[0]) == 30
 
 
 def cifar_records(n, labels):
@@ -81,7 +81,7 @@ def cifar_records(n, labels):
 
 def cifar_files(name):
     labels = 1 if name == "cifar10" else 2
-    return {file: cifar_records(20, labels).tobytes() for file in data.DATASETS[name].digests}
+    return {file: cifar_records(20, labels).tobytes() for file in datasets.DATASETS[name].digests}
 
 
 def python_layout(content, labels):
@@ -113,8 +113,8 @@ def test_cifar_binary_and_python_layouts_give_the_same(tmp_path, name):
     write_all(tmp_path / "binary" / dataset.folder, files)
     python = {file.removesuffix(".bin"): python_layout(content, labels) for file, content in files.items()}
     write_all(tmp_path / "python" / dataset.alternative[0], python)
-    one = data.load_dataset(name, dataset, tmp_path / "binary")
-    two = data.load_dataset(name, dataset, tmp_path / "python")
+    one = datasets.load_dataset(name, dataset, tmp_path / "binary")
+    two = datasets.load_dataset(name, dataset, tmp_path / "python")
     assert torch.equal(one.train[0], two.train[0])
     assert torch.equal(one.train[1], two.train[1])
     assert torch.equal(one.test[0], two.test[0])
@@ -137,7 +137,7 @@ def test_a_pickle_is_never_executed(tmp_path):
     folder = tmp_path / "data" / "cifar-100-python"
     write_all(folder, {"train": pickle.dumps(Evil(), 2), "test": pickle.dumps({}, 2)})
     with pytest.raises(DataError, match="train"):
-        data.load_dataset("cifar100", dataset, tmp_path / "data")
+        datasets.load_dataset("cifar100", dataset, tmp_path / "data")
     assert not marker.exists()
 
 
@@ -156,14 +156,14 @@ def test_damaged_files_are_named(tmp_path, damage):
     else:
         victim.write_bytes(content[:-3])
     with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
-        data.load_dataset("mnist", pinned("mnist", files), tmp_path / "data")
+        datasets.load_dataset("mnist", pinned("mnist", files), tmp_path / "data")
 
 
 def test_unknown_names_and_folders(tmp_path):
     with pytest.raises(DataError, match="no data set 'imagenet'; there are mnist, cifar10, cifar100"):
-        data.load("imagenet")
+        datasets.load("imagenet")
     with pytest.raises(DataError, match="does not exist"):
-        data.load("mnist", tmp_path / "nowhere")
+        datasets.load("mnist", tmp_path / "nowhere")
 
 
 class Server:
@@ -224,26 +224,26 @@ def test_mirrors_are_tried_in_turn_and_the_result_is_cached(tmp_path, monkeypatc
         bad = tuple(download.http_files(url) for url in urls)
         begun = time.monotonic()
         with pytest.raises(DataError, match="(?s)could not be fetched.*SPARSEVD_DATA") as error:
-            data.load_dataset("mnist", pinned("mnist", files, bad))
+            datasets.load_dataset("mnist", pinned("mnist", files, bad))
         assert time.monotonic() - begun < 10
         assert all(url in str(error.value) for url in urls[:4])
         assert "truncated, damaged or another file" in str(error.value)
         assert cached(tmp_path / "cache") == []
         dataset = pinned("mnist", files, (*bad, download.http_files(good.url)))
-        splits = data.load_dataset("mnist", dataset)
+        splits = datasets.load_dataset("mnist", dataset)
     closed.close()
     assert cached(tmp_path / "cache") == sorted(files)
-    again = data.load_dataset("mnist", pinned("mnist", files))  # no mirror is asked
+    again = datasets.load_dataset("mnist", pinned("mnist", files))  # no mirror is asked
     assert torch.equal(splits.train[0], again.train[0])
 
 
 def test_a_damaged_cache_is_fetched_anew(tmp_path):
     files = mnist_files()
     dataset = pinned("mnist", files, (lambda names: files,))
-    data.load_dataset("mnist", dataset)
+    datasets.load_dataset("mnist", dataset)
     victim = tmp_path / "cache" / "sparsevd" / "mnist" / "t10k-labels-idx1-ubyte"
     victim.write_bytes(b"")
-    data.load_dataset("mnist", dataset)
+    datasets.load_dataset("mnist", dataset)
     assert victim.read_bytes() == files["t10k-labels-idx1-ubyte"]
 
 

@@ -135,7 +135,7 @@ def test_weights_and_noise_of_different_shapes_are_refused():
 
 
 def test_a_contracted_layer_knows_its_width():
-    from sparsevd.progressive import contracted
+    from sparsevd.training.contraction import contracted
 
     model = sparsevd.sparsify(nn.Linear(8, 6)).train()
     gone = torch.zeros(6, 8, dtype=torch.bool)
@@ -181,7 +181,7 @@ def test_kernels_compare_shapes():
 
 @built
 def test_an_optimizer_state_of_another_shape_is_refused():
-    from sparsevd.optimizer import BoundAdam
+    from sparsevd.training.optimizer import BoundAdam
 
     model = sparsevd.sparsify(nn.Linear(8, 4)).train()
     optimizer = BoundAdam(model, 1e-3)
@@ -338,4 +338,4 @@ def test_only_this_package_calls_c():
         names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         if path.parent.name != "kernels" and ("ctypes" in names or any(n.startswith("sparsevd_") for n in names)):
             elsewhere.append(path.relative_to(PACKAGE).as_posix())
-    assert elsewhere == ["runtime/bench.py"]
+    assert elsewhere == ["runs/benchmark.py"]

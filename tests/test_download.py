@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 
-from sparsevd import data, download
 from sparsevd.errors import DataError
+from sparsevd.zoo import datasets, download
 
 
 @contextmanager
@@ -200,14 +200,14 @@ def test_a_good_server_is_read_whole_in_every_way():
 def test_the_next_mirror_is_tried_after_a_bad_length():
     good = b"the content"
     with serving(sending(head("Content-Length: abc"), b"abc")) as url:
-        dataset = data.DataSet(
+        dataset = datasets.DataSet(
             digests={"a": hashlib.sha256(good).hexdigest()},
             folder="test",
             other_folders=(),
             mirrors=(download.http_files(url), lambda names: {"a": good}),
             parse=lambda files: files["a"],
         )
-        assert data.load_dataset("test", dataset) == good
+        assert datasets.load_dataset("test", dataset) == good
 
 
 def tar_of(*members, typeflag=tarfile.REGTYPE):
@@ -263,7 +263,7 @@ def test_sparse_members_and_links_are_not_taken_for_files():
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from sparsevd import download
+from sparsevd.zoo import download
 from sparsevd.errors import DataError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import sparsevd
-from sparsevd.batches import Augmented, batches
-from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
-from sparsevd.evaluate import wrong
-from sparsevd.fit import DECAYS
-from sparsevd.optimizer import BoundAdam
+from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.data import Augmented, batches
+from sparsevd.training.evaluation import wrong
+from sparsevd.training.loop import DECAYS
+from sparsevd.training.optimizer import BoundAdam
 
 FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
 FEW = sparsevd.FitConfig(epochs=4, batch_size=50)
@@ -163,17 +163,17 @@ def test_a_sampler_may_give_other_examples_than_there_are():
 
 def test_bfloat16_is_chosen_by_size_and_kept_for_resume(tmp_path, monkeypatch):
     """Never for small layers; a run that goes on where the CPU has no such instructions computes the same."""
-    import sparsevd.sampling as sampling
+    import sparsevd.layers.sampling as sampling
 
     large, used = nn.Conv2d(1, 64, 3), []
-    fit = sys.modules["sparsevd.fit"]
+    fit = sys.modules["sparsevd.training.loop"]
     original = sampling.sample
 
     def watched(linear_map, *arguments):
         used.append((type(linear_map).__name__, arguments[4]))
         return original(linear_map, *arguments)
 
-    monkeypatch.setattr(sys.modules["sparsevd.layers"], "sample", watched)
+    monkeypatch.setattr(sys.modules["sparsevd.layers.layers"], "sample", watched)
     data = torch.randn(100, 1, 30, 30), torch.randint(0, 2, (100,))
     config = sparsevd.FitConfig(epochs=2, batch_size=100, drop_from=1.0)
 
@@ -262,7 +262,7 @@ def test_dropped_weights_stay_zero():
         gone.append(~model[0].alive())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsevd.progress.Silent.epoch", watch)
+        patch.setattr("sparsevd.training.progress.Silent.epoch", watch)
         sparsevd.fit(model, problem(2000), None, config, progress=False)
     assert not any(mask.any() for mask in gone[:3])  # β < 1
     for mask in gone[3:9]:  # whole inputs and units only
@@ -335,7 +335,7 @@ def test_resume_gives_the_same_bits(tmp_path, stop_after, monkeypatch):
             raise Stop
 
     broken = network(norm=True)
-    monkeypatch.setattr("sparsevd.progress.Silent.epoch", lambda self, text: stop(text))
+    monkeypatch.setattr("sparsevd.training.progress.Silent.epoch", lambda self, text: stop(text))
     with pytest.raises(Stop):
         sparsevd.fit(broken, problem(), problem(100), FEW, run_dir=tmp_path / "broken", progress=False)
     monkeypatch.undo()
@@ -363,7 +363,7 @@ def test_interruption_inside_an_epoch_loses_no_step(tmp_path, monkeypatch, when)
         if steps == when:  # ten steps an epoch
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("sparsevd.progress.Silent.step", press)
+    monkeypatch.setattr("sparsevd.training.progress.Silent.step", press)
     with pytest.raises(KeyboardInterrupt):
         sparsevd.fit(network(), problem(), None, FEW, run_dir=tmp_path, progress=False)
     assert steps == when
@@ -395,7 +395,7 @@ def test_resume_inside_an_epoch_of_data_with_randomness_of_its_own(tmp_path, mon
         if abs(done - 0.65) < 1e-9:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("sparsevd.progress.Silent.step", press)
+    monkeypatch.setattr("sparsevd.training.progress.Silent.step", press)
     with pytest.raises(KeyboardInterrupt):
         sparsevd.fit(network(), make(), None, config, run_dir=tmp_path, progress=False)
     monkeypatch.undo()
@@ -592,6 +592,6 @@ def stop_after(epochs, model, folder, config):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsevd.progress.Silent.epoch", stop)
+        patch.setattr("sparsevd.training.progress.Silent.epoch", stop)
         with pytest.raises(KeyboardInterrupt):
             sparsevd.fit(model, image_problem(), None, config, run_dir=folder, progress=False)

@@ -16,8 +16,8 @@ from torch import nn
 import sparsevd
 from fuzz.writers import small_disk
 from sparsevd import cli
-from sparsevd.checkpoint import Checkpoint
 from sparsevd.errors import WriteError
+from sparsevd.training.checkpoint import Checkpoint
 
 CONFIG = sparsevd.FitConfig(epochs=4, batch_size=20)
 

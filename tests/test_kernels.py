@@ -12,7 +12,8 @@ from scipy import stats
 from torch import nn
 
 import sparsevd
-from sparsevd import functional, kernels
+from sparsevd import kernels
+from sparsevd.posterior import equations
 
 GENERIC, AVX2, AVX512 = 1, 2, 3
 SETS = [s for s in (GENERIC, AVX2, AVX512) if kernels.available() and kernels.library().sparsevd_supports(s)]
@@ -40,7 +41,7 @@ def test_kl_and_gradients_equal_the_twin(instruction_set, n):
     # In double the twin goes on below the smallest float32, where the kernel takes the limit.
     with torch.no_grad():
         wide[0][wide[0].abs() < torch.finfo(torch.float32).tiny] = 0.0
-    expected = functional.kl(*wide)
+    expected = equations.kl(*wide)
     expected.backward()
     torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad_log_sigma2.double(), wide[1].grad, rtol=2e-5, atol=1e-7)
@@ -55,7 +56,7 @@ def test_what_is_not_finite_is_not_hidden(instruction_set, bad):
     one = torch.ones(20)
     one[7] = bad
     value, _, _ = kernels.kl_with_gradients(one, torch.zeros(20), instruction_set)
-    twin = functional.kl(one, torch.zeros(20))
+    twin = equations.kl(one, torch.zeros(20))
     assert value == twin or (value.isnan() and twin.isnan())
     if bad != bad:
         assert kernels.kl_with_gradients(torch.ones(20), one, instruction_set)[0].isnan()
@@ -86,7 +87,7 @@ def test_noise_equals_the_twin_with_the_same_epsilon(instruction_set, n):
     out, slope = gamma.clone(), delta.clone()
     kernels.sample_(out, slope, 42, epsilon, instruction_set)
     delta.requires_grad_()
-    expected = functional.noisy_output(gamma, delta, epsilon)
+    expected = equations.noisy_output(gamma, delta, epsilon)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-6, atol=1e-6)
     grad = torch.randn(n)
     expected.backward(grad)
@@ -208,8 +209,8 @@ def test_autograd_passes_through_the_kernels():
     gamma = nn.functional.linear(x, layer.weight, layer.bias)
     delta = nn.functional.linear(x.square(), layer.log_sigma2.exp())
     epsilon = epsilon_of(seed, gamma.numel()).view_as(gamma)
-    twin = functional.noisy_output(gamma, delta, epsilon).square().sum()
-    twin = twin + functional.kl(layer.weight, layer.log_sigma2)
+    twin = equations.noisy_output(gamma, delta, epsilon).square().sum()
+    twin = twin + equations.kl(layer.weight, layer.log_sigma2)
     theirs = torch.autograd.grad(twin, [x, *layer.parameters()])
     torch.testing.assert_close(loss, twin)
     for one, two in zip(ours, theirs, strict=True):

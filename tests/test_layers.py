@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from sparsevd import functional, kernels, sampling
+from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import DROPPED_LOG_SIGMA2, INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
+from sparsevd.layers import DROPPED_LOG_SIGMA2, INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer, sampling
+from sparsevd.posterior import equations
 
 # For every plain type: constructor arguments and the shape of an input. Together they touch every option.
 CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
@@ -152,7 +153,7 @@ def test_variance_is_of_the_squared_input():
 
 def test_kl_is_the_sum_over_the_weights():
     layer = half_pruned(make(nn.Linear, {"in_features": 5, "out_features": 3}))
-    expected = -functional.negative_kl(layer.log_alpha()).sum()
+    expected = -equations.negative_kl(layer.log_alpha()).sum()
     torch.testing.assert_close(layer.kl(), expected)
 
 

@@ -11,10 +11,10 @@ pytest.importorskip("sklearn")
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, log_expit
 
-from sparsevd import functional
 from sparsevd.linear_model import SparseVDClassifier, SparseVDRegressor
 from sparsevd.linear_model import _equations as equations
 from sparsevd.linear_model._classifier import Fit, curvature
+from sparsevd.posterior.equations import negative_kl
 
 
 def sparse_problem(seed, n, d, relevant=5, noise=0.5):
@@ -29,7 +29,7 @@ def bound(x, y, theta, alpha, s2):
     """The bound of linear regression written out: expected log-likelihood and eq. 14."""
     residual = y - x @ theta
     energy = residual @ residual + (x**2).sum(axis=0) @ (alpha * theta**2)
-    kl = -functional.negative_kl(torch.log(torch.as_tensor(alpha))).sum().item()
+    kl = -negative_kl(torch.log(torch.as_tensor(alpha))).sum().item()
     return -0.5 * len(y) * np.log(2 * np.pi * s2) - 0.5 * energy / s2 - kl
 
 
@@ -38,7 +38,7 @@ def bound(x, y, theta, alpha, s2):
 
 def test_numpy_kl_is_the_torch_kl():
     log_alpha = np.linspace(-20, 20, 101)
-    expected = functional.negative_kl(torch.from_numpy(log_alpha)).numpy()
+    expected = negative_kl(torch.from_numpy(log_alpha)).numpy()
     np.testing.assert_allclose(equations.negative_kl(log_alpha), expected, rtol=1e-12, atol=1e-15)
 
 
@@ -141,7 +141,7 @@ def test_elbo_is_the_expected_log_likelihood_minus_kl():
     weights = theta + sigma * np.random.default_rng(0).standard_normal((40_000, kept.sum()))
     residual2 = ((y - weights @ x[:, kept].T) ** 2).sum(axis=1)
     log_likelihood = np.mean(-0.5 * 60 * np.log(2 * np.pi * s2) - 0.5 * residual2 / s2)
-    kl = -functional.negative_kl(torch.from_numpy(model.log_alpha_[kept])).sum().item()
+    kl = -negative_kl(torch.from_numpy(model.log_alpha_[kept])).sum().item()
     assert model.elbo_ == pytest.approx(log_likelihood - kl, abs=0.05)
 
 
@@ -251,7 +251,7 @@ def test_elbo_of_the_classifier_climbs_and_stays_below_monte_carlo(classes):
         z = np.column_stack([np.zeros(200), z]) if classes == 2 else z
         draws.append((z[np.arange(200), y] - np.log(np.exp(z).sum(axis=1))).sum())
     kept = model.log_alpha_ < equations.LARGEST_LOG_ALPHA
-    kl = -functional.negative_kl(torch.from_numpy(model.log_alpha_[kept])).sum().item()
+    kl = -negative_kl(torch.from_numpy(model.log_alpha_[kept])).sum().item()
     assert model.elbo_ < np.mean(draws) - kl
     if classes == 2:
         assert model.elbo_ > np.mean(draws) - kl - 10  # the parabola is not far below

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd import cli, lock
-from sparsevd.checkpoint_info import info, prune_file
+from sparsevd import cli
 from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning, WriteError
-from sparsevd.run import RunConfig, run
+from sparsevd.files import lock
+from sparsevd.runs.checkpoint_info import info, prune_file
+from sparsevd.runs.training_run import RunConfig, run
 
 CONFIG = sparsevd.FitConfig(epochs=3, batch_size=20)
 
@@ -112,7 +113,7 @@ HOLDING = """
 
     # The module alone: without torch a process starts in no time.
     sys.modules["sparsevd"] = importlib.util.module_from_spec(importlib.util.find_spec("sparsevd"))
-    from sparsevd import lock
+    from sparsevd.files import lock
 
     with lock.only_training(Path(sys.argv[1])):
         child = os.fork()  # as one that loads data

@@ -26,9 +26,9 @@ from records import Records  # noqa: E402
 from unit_queue import Queue, QueueError  # noqa: E402
 from work import Images, Unit, Work, do, measure  # noqa: E402
 
-from sparsevd.batches import Augmented  # noqa: E402
 from sparsevd.errors import ArgumentError  # noqa: E402
-from sparsevd.models import MODELS  # noqa: E402
+from sparsevd.training.data import Augmented  # noqa: E402
+from sparsevd.zoo.models import MODELS  # noqa: E402
 
 # The process of a unit, without torch: epochs of a twentieth of a second, and trouble where its name asks for it.
 PROCESS = """

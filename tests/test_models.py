@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd.models import MODELS, PAPER, vgg_like
+from sparsevd.zoo.models import MODELS, PAPER, vgg_like
 
 SHAPES = {"lenet-300-100": (1, 28, 28), "lenet-5-caffe": (1, 28, 28), "fc-1000-1000": (1, 28, 28)}
 

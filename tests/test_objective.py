@@ -7,7 +7,7 @@ from torch import nn
 
 import sparsevd
 from sparsevd.errors import ArgumentError, ConversionError
-from sparsevd.objective import constant, warm_up
+from sparsevd.training.objective import constant, warm_up
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from torch import nn
 
 import sparsevd
 from sparsevd import kernels
-from sparsevd.models import lenet_5_caffe
-from sparsevd.optimizer import BoundAdam
+from sparsevd.training.optimizer import BoundAdam
+from sparsevd.zoo.models import lenet_5_caffe
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 SETS = [s for s in (1, 2, 3) if kernels.available() and kernels.library().sparsevd_supports(s)]

@@ -22,15 +22,16 @@ from torch import nn
 
 import sparsevd
 from fuzz import costly, model_files, small_graphs
-from sparsevd import kernels, models, pack
+from sparsevd import kernels, modelfile
 from sparsevd.errors import ArgumentError, FormatError, GraphError, WriteError
 from sparsevd.graph import Graph, Node
 from sparsevd.kernels.coder import NativeCoder
-from sparsevd.pack import adaptive, container
-from sparsevd.pack.container import FRAME, MAGIC, VERSION
-from sparsevd.pack.description import described
-from sparsevd.pack.quantise import entries_of
-from sparsevd.pack.symbols import INTEGERS, PythonCoder
+from sparsevd.modelfile import adaptive, container
+from sparsevd.modelfile.container import FRAME, MAGIC, VERSION
+from sparsevd.modelfile.description import described
+from sparsevd.modelfile.quantisation import entries_of
+from sparsevd.modelfile.symbols import INTEGERS, PythonCoder
+from sparsevd.zoo import models
 
 needs_c = pytest.mark.skipif(not kernels.available(), reason="the C kernels are not built")
 CODERS = [PythonCoder, pytest.param(NativeCoder, marks=needs_c)]
@@ -206,8 +207,8 @@ class Holder(nn.Module):
 @given(states())
 def test_lossless_gives_back_every_bit(state):
     holder = Holder(state)
-    data, _ = pack.pack(holder)
-    found = pack.unpack(data)
+    data, _ = modelfile.pack(holder)
+    found = modelfile.unpack(data)
     assert list(found) == list(holder.state_dict())
     assert all(same_bits(tensor, found[name]) for name, tensor in holder.state_dict().items())
 
@@ -216,8 +217,8 @@ def test_lossless_gives_back_every_bit(state):
 @pytest.mark.parametrize("precision", [2, 5, 16])
 def test_bits_bound_the_error(dtype, precision):
     model = nn.Linear(40, 30).to(dtype)
-    data, _ = pack.pack(model, precision=precision)
-    found = pack.unpack(data)
+    data, _ = modelfile.pack(model, precision=precision)
+    found = modelfile.unpack(data)
     exact = model.weight.detach().float()
     step = exact.abs().max() / (2 ** (precision - 1) - 1)
     storing = 0.01 * exact.abs().max()  # the step and the type have 8 bits or more
@@ -229,8 +230,8 @@ def test_bits_bound_the_error(dtype, precision):
 
 def test_posterior_rounds_by_sigma():
     model = trained_posterior()
-    data, _ = pack.pack(model, precision=pack.Posterior(steps=2.0))
-    found = pack.unpack(data)
+    data, _ = modelfile.pack(model, precision=modelfile.Posterior(steps=2.0))
+    found = modelfile.unpack(data)
     pruned = sparsevd.prune(model).state_dict()
     assert found.keys() == pruned.keys()
     for i in (0, 2):
@@ -243,25 +244,25 @@ def test_posterior_rounds_by_sigma():
 
 def test_coarser_is_smaller():
     model = trained_posterior()
-    sizes = [len(pack.pack(model, precision=p)[0]) for p in ("lossless", pack.Posterior(0.5), "posterior", 2)]
+    sizes = [len(modelfile.pack(model, precision=p)[0]) for p in ("lossless", modelfile.Posterior(0.5), "posterior", 2)]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
 
 
 def test_posterior_needs_sparse_vd():
     with pytest.raises(ArgumentError, match="no Sparse VD layer"):
-        pack.pack(small_model(), precision="posterior")
+        modelfile.pack(small_model(), precision="posterior")
 
 
 @pytest.mark.parametrize("precision", ["lossy", 1, 17, 4.0, True, None])
 def test_unknown_precision_is_refused(precision):
     with pytest.raises(ArgumentError, match="precision"):
-        pack.pack(small_model(), precision=precision)
+        modelfile.pack(small_model(), precision=precision)
 
 
 def test_posterior_steps_must_be_positive():
     with pytest.raises(ArgumentError, match="steps"):
-        pack.Posterior(0.0)
+        modelfile.Posterior(0.0)
 
 
 @pytest.mark.parametrize("precision", [8, "posterior"])
@@ -270,14 +271,14 @@ def test_numbers_that_are_not_finite_are_refused_by_name(precision):
     with torch.no_grad():
         model[0].bias[0] = math.nan
     with pytest.raises(ArgumentError, match=r"0\.bias"):
-        pack.pack(model, precision=precision)
+        modelfile.pack(model, precision=precision)
 
 
 def test_a_layer_that_lost_everything(recwarn):
     model = trained_posterior()
     with torch.no_grad():
         model[2].log_sigma2.fill_(20.0)
-    found = pack.unpack(pack.pack(model, precision="posterior")[0])
+    found = modelfile.unpack(modelfile.pack(model, precision="posterior")[0])
     assert not found["2.weight"].any()
     assert torch.equal(found["2.bias"], model[2].bias)
 
@@ -285,26 +286,26 @@ def test_a_layer_that_lost_everything(recwarn):
 def test_a_sparse_vd_model_is_pruned_inside():
     model = trained_posterior()
     expected = sparsevd.prune(model).state_dict()
-    found = pack.unpack(pack.pack(model)[0])
+    found = modelfile.unpack(modelfile.pack(model)[0])
     assert all(same_bits(expected[name], found[name]) for name in expected)
     assert any(isinstance(layer, sparsevd.layers.SparseLayer) for layer in model)  # the given one stays
 
 
 def test_shared_tensors_are_stored_once():
     tied = nn.ModuleDict({"a": nn.Linear(50, 50), "b": nn.Linear(50, 50)})
-    separate = len(pack.pack(tied)[0])
+    separate = len(modelfile.pack(tied)[0])
     tied["b"] = tied["a"]
-    data, packed = pack.pack(tied)
+    data, packed = modelfile.pack(tied)
     assert [entry.form.name for entry in packed.entries] == ["FLOAT", "FLOAT", "ALIAS", "ALIAS"]
     assert len(data) < 0.6 * separate
-    assert torch.equal(pack.unpack(data)["b.weight"], tied["a"].weight)
+    assert torch.equal(modelfile.unpack(data)["b.weight"], tied["a"].weight)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 2, 2), (2, 3, 0, 2), (0, 3, 2, 2), (2, 3, 2, 0, 1)])
 @pytest.mark.parametrize("precision", ["lossless", 4])
 def test_empty_tensors_come_back(shape, precision):
     state = Holder({"before": torch.ones(3, 2), "empty": torch.zeros(shape), "after": torch.ones(2, 6)})
-    found = pack.unpack(pack.pack(state, precision=precision)[0])
+    found = modelfile.unpack(modelfile.pack(state, precision=precision)[0])
     for name, tensor in state.state_dict().items():
         torch.testing.assert_close(found[name], tensor, rtol=0 if precision == "lossless" else 0.01, atol=0)
 
@@ -312,23 +313,25 @@ def test_empty_tensors_come_back(shape, precision):
 def test_a_view_of_another_shape_is_not_an_alias():
     whole = torch.randn(4, 4)
     state = Holder({"a": whole, "b": whole.t(), "c": whole[:2]})
-    found = pack.unpack(pack.pack(state)[0])
+    found = modelfile.unpack(modelfile.pack(state)[0])
     assert all(torch.equal(found[name], tensor) for name, tensor in state.state_dict().items())
 
 
 def test_without_the_kernels_the_file_is_the_same(monkeypatch):
     model = small_model()
-    with_c, _ = pack.pack(model)
+    with_c, _ = modelfile.pack(model)
     monkeypatch.setattr(kernels, "available", lambda: False)
-    without, _ = pack.pack(model)
+    without, _ = modelfile.pack(model)
     assert with_c == without
-    assert all(same_bits(a, b) for a, b in zip(pack.unpack(with_c).values(), model.state_dict().values(), strict=True))
+    assert all(
+        same_bits(a, b) for a, b in zip(modelfile.unpack(with_c).values(), model.state_dict().values(), strict=True)
+    )
 
 
 def test_dead_rows_and_columns_cost_next_to_nothing():
     weight = torch.zeros(400, 1000)
     weight[:3, :20] = torch.randn(3, 20)
-    _, packed = pack.pack(Holder({"w": weight}))
+    _, packed = modelfile.pack(Holder({"w": weight}))
     assert packed.entries[0].bits[0] / 8 < 12
 
 
@@ -337,7 +340,7 @@ def test_images_are_found_in_the_columns():
     middle = torch.zeros(20, 24)
     middle[5:15, 6:18] = 0.3
     weight = torch.randn(60, 480) * (torch.rand(60, 480) < middle.reshape(-1))
-    _, packed = pack.pack(Holder({"w": weight}))
+    _, packed = modelfile.pack(Holder({"w": weight}))
     assert packed.entries[0].width == 24
 
 
@@ -345,11 +348,11 @@ def test_padding_pays_for_what_unpacks_to_much(monkeypatch):
     monkeypatch.setattr(container, "FREE_BYTES", 0)
     monkeypatch.setattr(container, "MOST_PER_BYTE", 1000)
     state = Holder({"w": torch.zeros(500, 500)})
-    data, _ = pack.pack(state)
+    data, _ = modelfile.pack(state)
     assert len(data) == FRAME + 1000
-    assert not pack.unpack(data)["tensor0"].any()
+    assert not modelfile.unpack(data)["tensor0"].any()
     with pytest.raises(FormatError, match="claim to hold"):
-        pack.unpack(sealed(data[FRAME:-1]))
+        modelfile.unpack(sealed(data[FRAME:-1]))
 
 
 # Files
@@ -385,7 +388,7 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "other.spvd").write_bytes(b"PK\x03\x04 something else")
     with pytest.raises(FormatError, match="not a sparsevd model file"):
         sparsevd.load(tmp_path / "other.spvd", into=nn.Linear(1, 1))
-    data, _ = pack.pack(nn.Linear(1, 1))
+    data, _ = modelfile.pack(nn.Linear(1, 1))
     (tmp_path / "future.spvd").write_bytes(MAGIC + bytes([VERSION + 1]) + data[5:])
     with pytest.raises(FormatError, match=f"has format {VERSION + 1}"):
         sparsevd.load(tmp_path / "future.spvd", into=nn.Linear(1, 1))
@@ -401,12 +404,12 @@ def test_what_cannot_be_saved_is_named(name, tensor):
     model = nn.Module()
     model.register_buffer(name, tensor)
     with pytest.raises(ArgumentError, match=name):
-        pack.pack(model)
+        modelfile.pack(model)
 
 
 def test_names_with_line_breaks_are_refused():
     with pytest.raises(ArgumentError, match="line break"):
-        pack.pack(nn.ModuleDict({"a\nb": nn.Linear(1, 1)}))
+        modelfile.pack(nn.ModuleDict({"a\nb": nn.Linear(1, 1)}))
 
 
 GOLDEN = bytes.fromhex(
@@ -418,7 +421,7 @@ GOLDEN = bytes.fromhex(
 
 def test_files_of_today_are_read_tomorrow():
     """A file as format 1 is; if this fails, the format has changed and needs another number."""
-    found = pack.unpack(GOLDEN)
+    found = modelfile.unpack(GOLDEN)
     expected = {
         "0.weight": torch.tensor([0.5, 0, -0.25, 0, 0, 1.5, 0, 0]).reshape(2, 1, 2, 2),
         "0.bias": torch.tensor([0.1, -0.2]),
@@ -433,7 +436,9 @@ def test_files_of_today_are_read_tomorrow():
     assert list(found) == list(expected)
     assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
     image = torch.arange(9.0).reshape(1, 1, 3, 3)
-    torch.testing.assert_close(outputs(pack.rebuild(GOLDEN), image), [torch.tensor([[-59.7997, 60.9997, 55.6997]])])
+    torch.testing.assert_close(
+        outputs(modelfile.rebuild(GOLDEN), image), [torch.tensor([[-59.7997, 60.9997, 55.6997]])]
+    )
 
 
 def test_the_page_about_the_format_names_these_bytes():
@@ -498,7 +503,7 @@ def test_lenet_5_comes_back():
             if parameter.ndim > 1:
                 parameter.mul_(torch.rand_like(parameter) < 0.05)
     x = torch.rand(3, 1, 28, 28)
-    again = pack.rebuild(pack.pack(model, example=x)[0])
+    again = modelfile.rebuild(modelfile.pack(model, example=x)[0])
     torch.testing.assert_close(outputs(again, x), outputs(model, x), rtol=1e-5, atol=1e-6)
     assert set(again.state_dict()) <= set(model.state_dict())
 
@@ -509,20 +514,20 @@ def test_what_nothing_reads_is_not_stored():
     with torch.no_grad():
         model[3].weight[:, 3] = 0
     x = torch.randn(5, 3, 4)
-    data, packed = pack.pack(model, example=x)
-    found = pack.unpack(data)
+    data, packed = modelfile.pack(model, example=x)
+    found = modelfile.unpack(data)
     assert not found["1.weight"][3].any()
     assert found["1.bias"][3] == 0
     kept = [i for i in range(8) if i != 3]
     assert same_bits(found["1.weight"][kept], model[1].weight[kept])
-    torch.testing.assert_close(outputs(pack.rebuild(data), x), outputs(model, x), rtol=0, atol=0)
-    assert len(data) < len(pack.pack(model)[0]) - 12 * 2 + len(packed.graph)
+    torch.testing.assert_close(outputs(modelfile.rebuild(data), x), outputs(model, x), rtol=0, atol=0)
+    assert len(data) < len(modelfile.pack(model)[0]) - 12 * 2 + len(packed.graph)
 
 
 def test_a_posterior_file_with_its_graph():
     model = trained_posterior()
     x = torch.randn(4, 30)
-    again = pack.rebuild(pack.pack(model, example=x, precision=pack.Posterior(0.01))[0])
+    again = modelfile.rebuild(modelfile.pack(model, example=x, precision=modelfile.Posterior(0.01))[0])
     torch.testing.assert_close(outputs(again, x), outputs(model.eval(), x), rtol=0.02, atol=0.02)
 
 
@@ -576,7 +581,7 @@ def test_names_that_can_be_in_code_are_carried(tmp_path):
 @pytest.mark.parametrize("name", REFUSED)
 def test_names_that_cannot_are_refused_when_the_graph_is_saved(name):
     with pytest.raises(GraphError, match="needs another name"):
-        pack.pack(Called([name]), example=torch.zeros(1, 4))
+        modelfile.pack(Called([name]), example=torch.zeros(1, 4))
 
 
 def test_any_name_is_carried_without_a_graph(tmp_path):
@@ -587,7 +592,7 @@ def test_any_name_is_carried_without_a_graph(tmp_path):
     half_a_character = nn.Module()
     half_a_character.register_buffer("\ud800", torch.zeros(1))
     with pytest.raises(ArgumentError, match="half a character"):
-        pack.pack(half_a_character)
+        modelfile.pack(half_a_character)
 
 
 def test_names_from_a_file_are_never_code(capsys):
@@ -605,7 +610,7 @@ def test_names_from_a_file_are_never_code(capsys):
         packed = container.Packed(entries_of(constants, "lossless", {}))
         renamed = Graph(nodes, constants, graph.outputs, graph.parameters)
         packed.graph = described(renamed, [entry.name for entry in packed.entries])
-        torch.testing.assert_close(outputs(pack.rebuild(container.encode(packed)), x), [graph(x)])
+        torch.testing.assert_close(outputs(modelfile.rebuild(container.encode(packed)), x), [graph(x)])
     assert capsys.readouterr().out == ""
 
 
@@ -624,7 +629,7 @@ def test_integers_and_negative_eps_in_a_graph(tmp_path):
     torch.testing.assert_close(outputs(sparsevd.load(tmp_path / "model.spvd"), x), outputs(model, x))
     model.norm.eps = -1e-5
     with pytest.raises(GraphError, match="eps must be non-negative, but got -1e-05"):
-        pack.pack(model, example=x)
+        modelfile.pack(model, example=x)
 
 
 def test_a_convolution_by_a_number_is_refused():
@@ -634,13 +639,13 @@ def test_a_convolution_by_a_number_is_refused():
     )
     packed = container.Packed(entries_of(graph.constants, "lossless", {}), described(graph, ["w"]))
     with pytest.raises(FormatError, match="conv 'conv_1' does not fit its inputs"):
-        pack.rebuild(container.encode(packed))
+        modelfile.rebuild(container.encode(packed))
 
 
 @functools.cache
 def with_graph() -> container.Packed:
     torch.manual_seed(0)
-    return pack.pack(small_model(), example=torch.zeros(1, 1, 8, 8), precision=2)[1]
+    return modelfile.pack(small_model(), example=torch.zeros(1, 1, 8, 8), precision=2)[1]
 
 
 @quick
@@ -653,26 +658,26 @@ def test_damaged_graphs_never_crash(data):
     packed.graph = bytes(changed[: data.draw(st.integers(0, len(changed)))])
     packed.extra = data.draw(st.integers(0, 1))
     with suppress(FormatError):
-        pack.rebuild(container.encode(packed, choose_widths=False))
+        modelfile.rebuild(container.encode(packed, choose_widths=False))
 
 
 # Damaged and hostile files
 
 
 def test_every_truncation_and_every_flipped_bit_is_noticed():
-    data, _ = pack.pack(small_model(), precision=4)
+    data, _ = modelfile.pack(small_model(), precision=4)
     for length in range(len(data)):
         with pytest.raises(FormatError):
-            pack.unpack(data[:length])
+            modelfile.unpack(data[:length])
     for i in range(len(data)):
         with pytest.raises(FormatError):
-            pack.unpack(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
+            modelfile.unpack(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
 
 
 def survives(data: bytes) -> str:
     """Decode; anything but a state_dict or a FormatError is a bug."""
     try:
-        state = pack.unpack(data)
+        state = modelfile.unpack(data)
     except FormatError:
         return "refused"
     assert (
@@ -687,7 +692,7 @@ def survives(data: bytes) -> str:
 def test_resealed_changes_never_crash(data):
     """The checksum is put right again, so that the changes get past it."""
     torch.manual_seed(0)
-    content = bytearray(pack.pack(small_model(), precision=4)[0][FRAME:])
+    content = bytearray(modelfile.pack(small_model(), precision=4)[0][FRAME:])
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(content) - 1))
         content[place] = data.draw(st.integers(0, 255))
@@ -734,12 +739,12 @@ def header_file(header: bytes) -> bytes:
 )
 def test_hostile_headers_are_refused(header, message):
     with pytest.raises(FormatError, match=message):
-        pack.unpack(header_file(header))
+        modelfile.unpack(header_file(header))
 
 
 def test_an_alias_has_the_type_of_what_it_is():
     with pytest.raises(FormatError, match="of another type"):
-        pack.unpack(header_file(b"\x00\x02a\n\x00\x01\x01b\n\x27\x00"))
+        modelfile.unpack(header_file(b"\x00\x02a\n\x00\x01\x01b\n\x27\x00"))
 
 
 # What a file may take
@@ -765,8 +770,8 @@ def test_a_file_that_needs_more_says_how_much_and_is_read_when_that_is_allowed(t
 def test_a_graph_whose_values_need_more_says_how_much(tmp_path):
     wide = costly.of_graph(costly.source(1), costly.node("y", "expand", ("x",), (-1, 1 << 28), shape=(-1, 1 << 28)))
     with pytest.raises(FormatError, match=r"one example takes 1,073,741,832 bytes .* max_bytes=1073741832"):
-        pack.rebuild(wide)
-    assert pack.unpack_graph(wide, max_bytes=1073741832).nodes[1].shape == (-1, 1 << 28)
+        modelfile.rebuild(wide)
+    assert modelfile.unpack_graph(wide, max_bytes=1073741832).nodes[1].shape == (-1, 1 << 28)
 
 
 def test_large_values_are_paid_for_when_a_graph_is_saved():
@@ -779,10 +784,10 @@ def test_large_values_are_paid_for_when_a_graph_is_saved():
         {},
         ("z",),
     ).check()
-    data, packed = pack.pack(nn.Module(), graph=graph)
+    data, packed = modelfile.pack(nn.Module(), graph=graph)
     assert packed.values == 2 * (1 << 30) + 4
     assert len(data) == FRAME + -(-(packed.values - container.FREE_BYTES) // 4096)
-    assert len(pack.unpack_graph(data).nodes) == 3
+    assert len(modelfile.unpack_graph(data).nodes) == 3
 
 
 def test_without_c_a_file_of_many_decisions_is_read_only_if_allowed(monkeypatch):
@@ -790,16 +795,16 @@ def test_without_c_a_file_of_many_decisions_is_read_only_if_allowed(monkeypatch)
     monkeypatch.setattr(adaptive, "FREE_DECISIONS", 1 << 16)
     monkeypatch.setattr(container, "FREE_DECISIONS", 1 << 16)
     model = Holder({"w": torch.zeros(100_000), "ones": torch.ones(60, 60), "grid": torch.ones(50, 60)})
-    data, _ = pack.pack(model)
+    data, _ = modelfile.pack(model)
     unpaid = sealed(data[FRAME:].rstrip(b"\0"))
     assert len(unpaid) < len(data) < 300
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert pack.unpack(data)["tensor1"].all()
+    assert modelfile.unpack(data)["tensor1"].all()
     started = time.thread_time()
     with pytest.raises(FormatError, match="long without the compiled kernels.* give max_bytes"):
-        pack.unpack(unpaid)
+        modelfile.unpack(unpaid)
     assert time.thread_time() - started < 2  # not that of a hundred thousand decisions
-    assert pack.unpack(unpaid, max_bytes=1 << 20)["tensor1"].all()
+    assert modelfile.unpack(unpaid, max_bytes=1 << 20)["tensor1"].all()
 
 
 def test_small_files_that_ask_for_much_take_little():
@@ -823,7 +828,7 @@ def test_small_files_that_ask_for_much_take_little_without_c(name):
     data = costly.COSTLY[name]()
     started = time.thread_time()
     with model_files.decoding_with("python"), pytest.raises(FormatError, match="long without the compiled kernels"):
-        pack.unpack(data)
+        modelfile.unpack(data)
     assert time.thread_time() - started < 2
 
 
@@ -845,7 +850,7 @@ def test_a_header_of_impossible_length_is_refused():
                 coder.code_bytes(bytearray([byte]))
             content = coder.finish()
         with pytest.raises(FormatError, match=message):
-            pack.unpack(sealed(content))
+            modelfile.unpack(sealed(content))
 
 
 def test_the_decoder_is_clean_under_the_sanitisers(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd import kernels, models
+from sparsevd import kernels
 from sparsevd.errors import GraphError
 from sparsevd.graph import capture
 from sparsevd.kernels import program
@@ -19,6 +19,7 @@ from sparsevd.runtime import plan as module
 from sparsevd.runtime import timing
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.plan import Plan
+from sparsevd.zoo import models
 from test_accelerate import Residual, pruned
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")

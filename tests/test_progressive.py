@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd import progressive
 from sparsevd.errors import ArgumentError
 from sparsevd.layers import SparseLayer
+from sparsevd.training import contraction
 
 
 def problem(n=400):
@@ -85,7 +85,7 @@ def test_a_contracted_network_is_the_same_network(kind):
     output, kl, weights, gradients = results()
     shapes = [weight.shape for weight in weights]
     alive = [layer.alive() for layer in layers]
-    with progressive.contracted(model, layers, optimizer):
+    with contraction.contracted(model, layers, optimizer):
         small_output, small_kl, small_weights, small_gradients = results()
         assert all(small.numel() < shape.numel() / 2 for small, shape in zip(small_weights, shapes, strict=True))
         parts = [layer.part for layer in layers]
@@ -110,7 +110,7 @@ def test_contraction_keeps_channels_last(channels):
         which[::2] = True
         layer.drop(which)
     x = torch.randn(64, channels, 16, 16).to(memory_format=torch.channels_last)
-    with progressive.contracted(model, layers, torch.optim.Adam(model.parameters())):
+    with contraction.contracted(model, layers, torch.optim.Adam(model.parameters())):
         outputs = [model[0](x)]
         outputs += [model[1](outputs[0])]
         outputs += [model[2](outputs[1])]
@@ -131,7 +131,7 @@ def test_contraction_gives_everything_back(kind):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = list(model.parameters())
     kept = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters}
-    with progressive.contracted(model, layers, optimizer):
+    with contraction.contracted(model, layers, optimizer):
         assert any(now is not then for now, then in zip(model.parameters(), parameters, strict=True))
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
             id(p) for p in model.parameters()
@@ -158,7 +158,7 @@ def test_a_step_inside_is_a_step_outside(kind):
         layers = progressive_layers(model)
         alive = [layer.alive() for layer in layers]
         if inside:
-            with progressive.contracted(model, layers, optimizer):
+            with contraction.contracted(model, layers, optimizer):
                 sparsevd.kl(model).backward()
                 optimizer.step()
         else:
@@ -176,7 +176,7 @@ def test_a_weight_that_another_module_reads_stays_whole():
     sparse["other"].weight = sparse["head"].weight
     layers = progressive_layers(sparse)
     layers[0].drop(torch.ones_like(layers[0].weight, dtype=torch.bool))
-    with progressive.contracted(sparse, layers, torch.optim.Adam(sparse.parameters())):
+    with contraction.contracted(sparse, layers, torch.optim.Adam(sparse.parameters())):
         assert layers[0].weight.shape == (16, 12)
 
 
@@ -186,7 +186,7 @@ def test_a_layer_without_any_weight_gives_its_bias():
     layers = progressive_layers(model)
     for layer in layers:
         layer.drop(torch.ones_like(layer.weight, dtype=torch.bool))
-    with progressive.contracted(model, layers, optimizer):
+    with contraction.contracted(model, layers, optimizer):
         out = layers[0](torch.randn(5, 12))
     torch.testing.assert_close(out, layers[0].bias.expand(5, 16), rtol=0, atol=1e-9)
 
@@ -202,7 +202,7 @@ def test_patience_counts_epochs_in_a_row():
     for epoch in range(4):
         for where, values in course.items():
             layer.log_sigma2.data[where] = values[epoch] if layer.alive()[where] else layer.log_sigma2[where]
-        count = progressive.drop([layer], optimizer, patience=3)
+        count = contraction.drop([layer], optimizer, patience=3)
         assert count == {0: 0, 1: 0, 2: 1, 3: 1}[epoch]
     assert layer.weight[0, :3].tolist() == [0.0, 1.0, 0.0]
 
@@ -216,11 +216,11 @@ def test_whole_inputs_and_units_go_before_single_weights():
         layer.log_sigma2.fill_(0.0)
         layer.log_sigma2[2] = layer.log_sigma2[:, 5] = 4.0  # a unit and an input
         layer.log_sigma2[0, 0, 1, 1] = 4.0  # a single weight
-    assert progressive.drop([layer], optimizer, patience=1, whole_only=True) == 8 * 9 + 4 * 9 - 9
+    assert contraction.drop([layer], optimizer, patience=1, whole_only=True) == 8 * 9 + 4 * 9 - 9
     assert not layer.alive()[2].any()
     assert not layer.alive()[:, 5].any()
     assert layer.alive()[0, 0, 1, 1]
-    assert progressive.drop([layer], optimizer, patience=1) == 1
+    assert contraction.drop([layer], optimizer, patience=1) == 1
 
 
 def test_fit_reports_what_is_alive_and_the_bound_before_and_after():
@@ -273,7 +273,7 @@ def test_resume_with_contraction_gives_the_same_bits(tmp_path):
             raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsevd.progress.Silent.epoch", stop)
+        patch.setattr("sparsevd.training.progress.Silent.epoch", stop)
         with pytest.raises(Stop):
             sparsevd.fit(broken, problem(), None, config, run_dir=tmp_path, progress=False)
     resumed = network()
@@ -297,7 +297,7 @@ def test_settings_are_checked():
 
 @pytest.mark.parametrize("instructions", [True, False])
 def test_bfloat16_is_allowed_where_the_cpu_has_it(monkeypatch, instructions):
-    monkeypatch.setattr(sys.modules["sparsevd.fit"], "multiplies_bfloat16", lambda: instructions)
+    monkeypatch.setattr(sys.modules["sparsevd.training.loop"], "multiplies_bfloat16", lambda: instructions)
     config = sparsevd.FitConfig(epochs=1)
     model = network()
     sparsevd.fit(model, problem(), None, config, progress=False)

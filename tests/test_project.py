@@ -22,45 +22,21 @@ PACKAGE = ROOT / "src" / "sparsevd"
 # Each module may import those above it in this list, so data never flows back along a model's way.
 ORDER = [
     "errors",
-    "json_object",
-    "lock",
-    "atomic",
-    "generator",
-    "threads",
-    "functional",
+    "files",
+    "posterior",
     "kernels",
-    "sampling",
     "layers",
-    "convert",
-    "objective",
-    "optimizer",
-    "summary",
+    "conversion",
+    "reporting",
     "graph",
-    "compact",
     "runtime",
-    "pack",
-    "batches",
-    "evaluate",
-    "progress",
-    "history",
-    "metrics_file",
-    "checkpoint",
-    "progressive",
-    "resume",
-    "run_folder",
-    "fit",
-    "recipes",
+    "modelfile",
+    "training",
     "baselines",
-    "models",
-    "transfer",
-    "download",
-    "data",
-    "run",
-    "checkpoint_info",
-    "restore",
-    "compress",
-    "compare",
     "linear_model",
+    "zoo",
+    "runs",
+    "moved",
     "cli",
 ]
 
@@ -144,7 +120,7 @@ def test_readme_code_runs(monkeypatch, tmp_path, capsys):
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     images, labels = torch.rand(300, 1, 28, 28), torch.randint(0, 10, (300,))
     splits = type("Splits", (), {"train": (images, labels), "test": (images, labels)})
-    monkeypatch.setattr("sparsevd.data.load", lambda name: splits)
+    monkeypatch.setattr("sparsevd.zoo.datasets.load", lambda name: splits)
     monkeypatch.chdir(tmp_path)
     exec(compile(code.replace("epochs=40", "epochs=1"), "README.md", "exec"), {})
     assert "fewer weights" in capsys.readouterr().out

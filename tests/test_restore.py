@@ -11,11 +11,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import sparsevd
-from sparsevd import models
-from sparsevd.checkpoint import Checkpoint
 from sparsevd.cli import app
 from sparsevd.errors import ArgumentError, CheckpointError
-from sparsevd.restore import restore
+from sparsevd.runs.restore import restore
+from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.zoo import models
 
 USER_CODE = """
 from torch import nn

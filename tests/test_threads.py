@@ -13,9 +13,9 @@ from torch import nn
 
 import sparsevd
 import sparsevd_command
-from sparsevd import threads
 from sparsevd.baselines import METHODS, train
 from sparsevd.errors import ArgumentError, SparseVDWarning
+from sparsevd.training import threads
 
 X, Y = torch.randn(40, 4), torch.randint(0, 2, (40,))
 

@@ -1,20 +1,25 @@
 """Sparse Variational Dropout for any PyTorch network: learn which weights it does not need, and drop them."""
 
-from sparsevd.compact import compact
-from sparsevd.convert import prune, sparsify
+import sys
+
+from sparsevd.conversion import prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
-from sparsevd.evaluate import elbo, evaluate
-from sparsevd.fit import FitConfig, fit, fit_dense
 from sparsevd.graph import capture
-from sparsevd.objective import elbo_loss, kl
-from sparsevd.pack import load, save
-from sparsevd.runtime.accelerate import accelerate
+from sparsevd.graph.compaction import compact
+from sparsevd.modelfile import load, save
+from sparsevd.moved import keep_old_names
+from sparsevd.reporting.summary import summary
+from sparsevd.runtime.acceleration import accelerate
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
-from sparsevd.summary import summary
+from sparsevd.training.evaluation import elbo, evaluate
+from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.training.objective import elbo_loss, kl
 
 __version__ = "0.1.0"
+
+keep_old_names(sys.modules[__name__])
 
 __all__ = [
     "FitConfig",

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
-from sparsevd.fit import FitConfig
-from sparsevd.run import RunConfig
+from sparsevd.runs.training_run import RunConfig
+from sparsevd.training.loop import FitConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -97,7 +97,8 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
 ) -> None:
     """Train a network with Sparse VD, prune it, and test it."""
-    from sparsevd import recipes, run
+    from sparsevd.runs import training_run
+    from sparsevd.training import recipes
 
     if recipe == "list":
         print("\n".join(f"{name:<18}{each.about}" for name, each in recipes.RECIPES.items()))
@@ -127,15 +128,15 @@ def train(
         overwrite=overwrite,
     )
     try:
-        result = run.run(config)
+        result = training_run.run(config)
     except KeyboardInterrupt:
-        print(f"\n{run.interrupted(config)}", file=sys.stderr)
+        print(f"\n{training_run.interrupted(config)}", file=sys.stderr)
         raise typer.Exit(130) from None
     print()
     print(result.summary)
     print()
-    print(run.describe(result))
-    print(f"written to {out}: {', '.join(run.FILES)}")
+    print(training_run.describe(result))
+    print(f"written to {out}: {', '.join(training_run.FILES)}")
 
 
 _MODEL = typer.Option(help="The network, if the folder does not say: one of the paper, or package.module:factory.")
@@ -159,8 +160,8 @@ def info(
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
     """Show, layer by layer, how many weights are kept; then units, multiply-adds and bytes after compaction."""
-    from sparsevd import checkpoint_info, restore
-    from sparsevd.compact import compact
+    from sparsevd.graph.compaction import compact
+    from sparsevd.runs import checkpoint_info, restore
 
     shape = _sizes(input_shape)
     print(checkpoint_info.info(checkpoint, threshold), flush=True)
@@ -182,7 +183,7 @@ def prune(
     threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
 ) -> None:
     """Write the pruned network: safetensors with exact zeros and the keys of the plain torch model."""
-    from sparsevd import checkpoint_info
+    from sparsevd.runs import checkpoint_info
 
     print(checkpoint_info.prune_file(checkpoint, output, threshold))
     print(f"written to {output}")
@@ -202,8 +203,8 @@ def export(
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
     """Write the pruned network in another format, checked against the network itself."""
-    from sparsevd import restore
-    from sparsevd.compact import compact
+    from sparsevd.graph.compaction import compact
+    from sparsevd.runs import restore
     from sparsevd.runtime.onnx import export_onnx
 
     if to not in ("onnx", "c"):
@@ -241,8 +242,8 @@ def compress(
     val_size: Annotated[int, typer.Option(help="Training examples to choose the rounding on.")] = 10_000,
 ) -> None:
     """Write the smallest model file that is good enough, and test that file."""
-    from sparsevd.compress import CompressConfig
-    from sparsevd.compress import compress as compressed
+    from sparsevd.runs.compression import CompressConfig
+    from sparsevd.runs.compression import compress as compressed
 
     config = CompressConfig(
         checkpoint=checkpoint,
@@ -269,8 +270,7 @@ def bench(
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
     """Time the pruned network on this machine: dense torch, ONNX Runtime, and our ways; and compare their outputs."""
-    from sparsevd import restore
-    from sparsevd.runtime import bench as benchmark
+    from sparsevd.runs import benchmark, restore
 
     restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
     batches, counts = batch or (1, 16, 64), threads or (1, 2)
@@ -302,7 +302,7 @@ def compare(
 ) -> None:
     """Train Sparse VD and its rivals on the same data and budget, and print one table."""
     from sparsevd import baselines
-    from sparsevd import compare as comparison
+    from sparsevd.runs import comparison as comparison
 
     names = comparison.methods_named(methods)
     if cards:

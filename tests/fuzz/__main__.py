@@ -26,7 +26,7 @@ import torch
 
 from fuzz import checkpoints, kernel_calls, model_files, sanitised, writers
 from fuzz.trial import Trial
-from sparsevd import atomic
+from sparsevd.files import atomic
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 import sparsevd
 from fuzz.trial import Trial
-from sparsevd import run as runs
-from sparsevd.checkpoint import Checkpoint, load_weights
-from sparsevd.checkpoint_info import info, prune_file
-from sparsevd.compress import CompressConfig, load_model, origin
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, FormatError
-from sparsevd.fit import FitConfig, fit, fit_dense
-from sparsevd.optimizer import BoundAdam
-from sparsevd.restore import restore
-from sparsevd.run_folder import CHECKPOINT, RunFolder
+from sparsevd.runs import training_run as runs
+from sparsevd.runs.checkpoint_info import info, prune_file
+from sparsevd.runs.compression import CompressConfig, load_model, origin
+from sparsevd.runs.restore import restore
+from sparsevd.training.checkpoint import Checkpoint, load_weights
+from sparsevd.training.folder import CHECKPOINT, RunFolder
+from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.training.optimizer import BoundAdam
 
 CONFIG = FitConfig(epochs=4, batch_size=10, drop_from=0.5, drop_patience=2, warm_up_end=0.25, channels_last=False)
 N = 30

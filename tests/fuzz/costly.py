@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparsevd import checkpoint_info, kernels, load
-from sparsevd.compact import compact
+from sparsevd import kernels, load
 from sparsevd.errors import SparseVDError
 from sparsevd.graph import OPS, Attribute, Graph, Node
-from sparsevd.pack import container
-from sparsevd.pack.container import (
+from sparsevd.graph.compaction import compact
+from sparsevd.modelfile import container
+from sparsevd.modelfile.container import (
     DTYPE_SIZES,
     FRAME,
     MAGIC,
@@ -33,11 +33,12 @@ from sparsevd.pack.container import (
     header_of,
     with_context,
 )
-from sparsevd.pack.description import described
-from sparsevd.pack.fields import varint
-from sparsevd.pack.native import coder
-from sparsevd.pack.prime import PRIME
-from sparsevd.restore import restore
+from sparsevd.modelfile.description import described
+from sparsevd.modelfile.fields import varint
+from sparsevd.modelfile.native import coder
+from sparsevd.modelfile.prime import PRIME
+from sparsevd.runs import checkpoint_info
+from sparsevd.runs.restore import restore
 
 MOST_MEMORY = 3 << 29  # bytes that reading and running any of them may take: a run of 1 GiB, and half of that
 RELU_7 = b"relu\n\x01\x00\x00"  # a whole node: it reads the one before it

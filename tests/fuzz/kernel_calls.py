@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 import sparsevd
 from fuzz.trial import Trial
-from sparsevd import functional, kernels
+from sparsevd import kernels
 from sparsevd.errors import ArgumentError, SparseVDError
 from sparsevd.kernels.coder import NativeCoder
 from sparsevd.kernels.inference import Geometry, SparseProduct, lanes
+from sparsevd.posterior import equations
 from sparsevd.runtime.layers import InferenceLayer
 from sparsevd.runtime.plan import Plan
 
@@ -192,7 +193,7 @@ def kl(draw: random.Random) -> tuple[Callable[[], None], bool]:
     def call() -> None:
         value, grad_theta, grad_log_sigma2 = kernels.kl_with_gradients(theta.tensor, log_sigma2.tensor)
         wide = [t.tensor.detach().double().requires_grad_() for t in (theta, log_sigma2)]
-        expected = functional.kl(*wide)
+        expected = equations.kl(*wide)
         _same(value, expected.detach(), max(1.0, expected.abs().item()))
         _same(grad_log_sigma2, torch.autograd.grad(expected, wide[1])[0])
         assert grad_theta.shape == theta.tensor.shape
@@ -232,7 +233,7 @@ def noise(draw: random.Random) -> tuple[Callable[[], None], bool]:
     def call() -> None:
         expected = gamma.copy(), delta.copy()
         kernels.sample_(gamma.tensor, delta.tensor, draw.getrandbits(63), epsilon.tensor)
-        _same(gamma.tensor, functional.noisy_output(*expected, epsilon.tensor))
+        _same(gamma.tensor, equations.noisy_output(*expected, epsilon.tensor))
         for m in (gamma, delta, epsilon):
             m.intact()
 

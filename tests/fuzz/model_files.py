@@ -38,19 +38,20 @@ import sparsevd
 from fuzz import small_graphs
 from fuzz.costly import sealed, with_header
 from fuzz.trial import Trial
-from sparsevd import checkpoint_info, kernels, pack
-from sparsevd.compact import compact, compact_graph
+from sparsevd import kernels, modelfile
 from sparsevd.errors import ArgumentError, FormatError, GraphError, SparseVDError, WriteError
 from sparsevd.graph import DTYPES, OPS, Graph, Node, to_module
+from sparsevd.graph.compaction import compact, compact_graph
 from sparsevd.graph.cost import footprint, operations
 from sparsevd.graph.shapes import result_shape
 from sparsevd.kernels.coder import NativeCoder
-from sparsevd.pack import container, native
-from sparsevd.pack.container import FRAME, Entry, Form, Packed
-from sparsevd.pack.description import described
-from sparsevd.pack.quantise import entries_of
-from sparsevd.pack.symbols import PythonCoder
-from sparsevd.restore import restore
+from sparsevd.modelfile import container, native
+from sparsevd.modelfile.container import FRAME, Entry, Form, Packed
+from sparsevd.modelfile.description import described
+from sparsevd.modelfile.quantisation import entries_of
+from sparsevd.modelfile.symbols import PythonCoder
+from sparsevd.runs import checkpoint_info
+from sparsevd.runs.restore import restore
 
 # One input in so many goes so deep: decoded and its graph checked; computed, compacted and planned; rebuilt as a module
 # and exported to C; from a file through `load`, `info` and `restore`, accelerated and captured again.
@@ -101,9 +102,9 @@ def good_files() -> list[tuple[bytes, Packed]]:
     dense = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 5))
     tied = nn.ModuleDict({"a": nn.Linear(5, 5).half(), "b": nn.Linear(3, 2).double(), "n": nn.BatchNorm1d(3)})
     tied["c"] = tied["a"]
-    files.append(pack.pack(sparsevd.sparsify(dense, initial_log_sigma2=-4.0), precision="posterior"))
-    files.append(pack.pack(tied))
-    files.append(pack.pack(nn.Linear(40, 30), precision=2))
+    files.append(modelfile.pack(sparsevd.sparsify(dense, initial_log_sigma2=-4.0), precision="posterior"))
+    files.append(modelfile.pack(tied))
+    files.append(modelfile.pack(nn.Linear(40, 30), precision=2))
     return files
 
 
@@ -369,11 +370,11 @@ class Taker:
 
     def take(self, data: bytes, number: int) -> None:
         try:
-            graph = pack.unpack_graph(data)
+            graph = modelfile.unpack_graph(data)
         except FormatError as error:
             if "holds no graph" not in str(error):
                 raise
-            state = pack.unpack(data)
+            state = modelfile.unpack(data)
             assert sum(tensor.numel() * 4 for tensor in state.values()) <= 2 * container.allowed_bytes(data, None)
             self.trial.count("read")
             return
@@ -453,7 +454,7 @@ def compared(data: bytes) -> None:
     for decoder in ("python", "c"):
         with decoding_with(decoder):
             try:
-                found.append(pack.unpack(data))
+                found.append(modelfile.unpack(data))
             except FormatError as error:
                 found.append(str(error))
     ours, theirs = found
@@ -513,8 +514,8 @@ def guided(inputs: int, seed: int) -> None:
     import atheris
 
     for module in ("container", "description", "fields"):
-        for item in vars(sys.modules[f"sparsevd.pack.{module}"]).values():
-            if isinstance(item, FunctionType) and item.__module__ == f"sparsevd.pack.{module}":
+        for item in vars(sys.modules[f"sparsevd.modelfile.{module}"]).values():
+            if isinstance(item, FunctionType) and item.__module__ == f"sparsevd.modelfile.{module}":
                 atheris.instrument_func(item)
     files = good_files()
     trial = Trial("model files, guided")

@@ -29,13 +29,14 @@ from torch import nn
 
 import sparsevd
 from fuzz.trial import Trial
-from sparsevd import atomic, pack
-from sparsevd.checkpoint import Checkpoint, read_tensors, write_tensors
+from sparsevd import modelfile
 from sparsevd.errors import WriteError
+from sparsevd.files import atomic
 from sparsevd.graph import capture
-from sparsevd.optimizer import BoundAdam
-from sparsevd.run_folder import RunFolder, State
 from sparsevd.runtime.c_export import export_c
+from sparsevd.training.checkpoint import Checkpoint, read_tensors, write_tensors
+from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.optimizer import BoundAdam
 
 BYTES = 2_000_000  # of a save, at the least
 
@@ -395,7 +396,7 @@ def file_writers() -> dict[str, Callable[[Path, int], object]]:
         "text": lambda folder, version: atomic.write(folder / "summary.json", f"{version}" * 3000),
         "tensors": lambda folder, version: write_tensors(folder / "pruned.safetensors", content(version)),
         "checkpoint and metrics": save_run,
-        "model file": lambda folder, version: pack.save(networks[version], folder / "net.spvd"),
+        "model file": lambda folder, version: modelfile.save(networks[version], folder / "net.spvd"),
         "C": lambda folder, version: export_c(graphs[version], example, folder / "net.c"),
     }
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsevd import generator
 from sparsevd.baselines.binary_dropout import BinaryDropout
 from sparsevd.baselines.dense import Dense
 from sparsevd.baselines.gaussian_dropout import GaussianDropout
@@ -22,7 +21,8 @@ from sparsevd.baselines.sparse_vd import SparseVD
 from sparsevd.baselines.surgery import Surgery
 from sparsevd.baselines.training import Method, Outcome, Training, weight_layers
 from sparsevd.baselines.variational_dropout import UnrestrictedVariationalDropout, VariationalDropout
-from sparsevd.batches import Data
+from sparsevd.training import generator
+from sparsevd.training.data import Data
 
 METHODS: dict[str, type[Method]] = {
     "dense": Dense,

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sparsevd.baselines.training import Method, Outcome, Training
-from sparsevd.convert import prune, sparsify
-from sparsevd.evaluate import elbo
-from sparsevd.fit import FitConfig, fit
+from sparsevd.conversion import prune, sparsify
+from sparsevd.training.evaluation import elbo
+from sparsevd.training.loop import FitConfig, fit
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sparsevd.batches import Data, batches, checked
 from sparsevd.errors import ArgumentError, DivergenceError
-from sparsevd.evaluate import Loss
-from sparsevd.fit import DECAYS, number_of_examples
 from sparsevd.layers import SPARSE_TYPES
-from sparsevd.progress import choose
+from sparsevd.training.data import Data, batches, checked
+from sparsevd.training.evaluation import Loss
+from sparsevd.training.loop import DECAYS, number_of_examples
+from sparsevd.training.progress import choose
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from sparsevd import functional
 from sparsevd.baselines.noise import noisy_outputs, product
 from sparsevd.baselines.training import Method, Outcome, Training, check, weight_layers
-from sparsevd.convert import DROPOUT_TYPES
-from sparsevd.evaluate import noisy_loss
+from sparsevd.conversion import DROPOUT_TYPES
 from sparsevd.layers import THRESHOLD
-from sparsevd.objective import warm_up
+from sparsevd.posterior import equations
+from sparsevd.training.evaluation import noisy_loss
+from sparsevd.training.objective import warm_up
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class VariationalDropout(Method):
             name: torch.full_like(cast(Tensor, layer.weight), self.initial_log_alpha, requires_grad=True)
             for name, layer in layers.items()
         }
-        negative_kl = functional.negative_kl_kingma_cubic if self.restricted else functional.negative_kl
+        negative_kl = equations.negative_kl_kingma_cubic if self.restricted else equations.negative_kl
         beta = warm_up(0.0, self.warm_up_end)
 
         def divergence(negative_kl: Callable[[Tensor], Tensor]) -> Tensor:
@@ -87,7 +87,7 @@ class VariationalDropout(Method):
             with torch.no_grad():
                 nll = training.n * noisy_loss(model, layers.values(), training.data, training.loss)
                 # By eq. 14 in both cases, as for Sparse VD: the polynomial is off by up to 0.04 for every weight.
-                bound = -(nll + divergence(functional.negative_kl).item())
+                bound = -(nll + divergence(equations.negative_kl).item())
         for module, rate in dropout_rates.items():
             module.p = rate
         before = copy.deepcopy(model)
@@ -113,6 +113,6 @@ def multiplicative_noise(layer: nn.Module, log_alpha: Tensor) -> Callable[[Tenso
         weight = cast(Tensor, layer.weight)
         # (√α·θ)²: α may overflow where θ is tiny, its root does not.
         delta = product(layer, input * input, ((0.5 * log_alpha).exp() * weight) ** 2)
-        return functional.noisy_output(output, delta, torch.randn_like(output))
+        return equations.noisy_output(output, delta, torch.randn_like(output))
 
     return noisy

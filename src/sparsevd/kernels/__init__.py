@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsevd import functional
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
+from sparsevd.posterior import equations
 
 _POINTER, _INT, _SIZE, _SEED = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t, ctypes.c_uint64
 BEST = 0  # the widest instruction set of this machine; kernels.c numbers them
@@ -115,7 +115,7 @@ def kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for theta, log_sigma2 in pairs:
         if theta.shape != log_sigma2.shape:  # torch would spread one over the other without a word
             raise ArgumentError(f"θ has shape {tuple(theta.shape)}, its log σ² {tuple(log_sigma2.shape)}")
-    terms = [functional.kl(theta, log_sigma2) for theta, log_sigma2 in pairs]
+    terms = [equations.kl(theta, log_sigma2) for theta, log_sigma2 in pairs]
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 

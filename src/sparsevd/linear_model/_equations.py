@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.linalg import get_lapack_funcs
 from scipy.special import expit, gammaln, log_expit
 
-from sparsevd.functional import K1, K2, K3
+from sparsevd.posterior.equations import K1, K2, K3
 
 Array = NDArray[Any]
 

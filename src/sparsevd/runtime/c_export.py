@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsevd import atomic
 from sparsevd.errors import ArgumentError, GraphError
+from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture
 from sparsevd.kernels import inference
 from sparsevd.kernels.steps import Network, Step, Value, nonzeros_of
 from sparsevd.runtime import c_names
-from sparsevd.runtime.network import network
+from sparsevd.runtime.lowering import network
 
 SOURCES = Path(inference.__file__).parent
 TOLERANCE = 1e-4  # of the self-test, relative to the largest output

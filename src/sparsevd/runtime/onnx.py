@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsevd import atomic
 from sparsevd.errors import ExportError
+from sparsevd.files import atomic
 from sparsevd.layers import SparseLayer
 
 TOLERANCE = 1e-4  # of the largest output; onnxruntime sums in another order

@@ -14,7 +14,7 @@ from sparsevd.kernels import BEST
 from sparsevd.kernels.inference import lanes
 from sparsevd.kernels.program import Program
 from sparsevd.runtime.layers import grouped
-from sparsevd.runtime.network import network
+from sparsevd.runtime.lowering import network
 from sparsevd.runtime.timing import timings
 
 _SHAPES_KEPT = 64  # that a plan stays ready for

@@ -1,0 +1,1 @@
+"""What people read about a network."""

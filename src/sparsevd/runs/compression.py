@@ -1,0 +1,266 @@
+"""From a checkpoint to the smallest file that is still good enough, and what it came to.
+
+The coarseness is chosen on examples of the training set (those that `train` holds out, with the same seed and
+`--val-size`); the test set only judges the file that was written.
+"""
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from sparsevd import modelfile
+from sparsevd.files import atomic, json_object
+from sparsevd.training.data import Data, batches, size
+from sparsevd.training.checkpoint import KEY, Checkpoint, check_fit, load_weights, read_tensors, write_tensors
+from sparsevd.conversion import prune, sparsify
+from sparsevd.errors import ArgumentError, CheckpointError, GraphError
+from sparsevd.training.evaluation import Evaluation, evaluate
+from sparsevd.graph import Graph, capture
+from sparsevd.layers import SPARSE_TYPES, SparseLayer
+from sparsevd.modelfile.container import FRAME, Packed
+from sparsevd.runs.training_run import SUMMARY, RunConfig, build_model, load_data, split
+from sparsevd.training.folder import CHECKPOINT
+
+# In units of σ; the search goes up to the first that costs too much.
+STEPS = (0.12, 0.25, 0.35, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.8, 8.0)
+
+
+@dataclass(frozen=True)
+class CompressConfig:
+    """What to compress, how far, and where to. Without model and data, the run's own summary names them."""
+
+    checkpoint: Path
+    output: Path
+    precision: str = "posterior"
+    max_error_increase: float = 0.1  # in points of %, on examples held out of the training set
+    model: str | None = None
+    data: str | None = None
+    data_dir: Path | None = None
+    val_size: int = 10_000
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer costs: where its weights are, what they are, and its other tensors."""
+
+    name: str
+    weights: int
+    kept: int
+    positions: float
+    values: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The file that was written, and how it compares. Errors are in %, sizes in bytes."""
+
+    size: int
+    layers: tuple[LayerBytes, ...]
+    frame: float  # frame, header and graph
+    graph: bool
+    steps: float | None  # chosen, in units of σ
+    dense_size: int
+    zstd_size: int | None  # safetensors + zstd-19 of the same pruned network; None without the library
+    test: Evaluation | None  # of the file
+    test_before: Evaluation | None  # of the pruned network
+
+    def __str__(self) -> str:
+        header = ("layer", "weights", "kept", "positions", "values", "rest", "bytes")
+        rows = [
+            (
+                layer.name or "(model)",
+                f"{layer.weights:,}",
+                f"{layer.kept:,}",
+                *(f"{part:,.0f}" for part in (layer.positions, layer.values, layer.rest)),
+                f"{layer.positions + layer.values + layer.rest:,.0f}",
+            )
+            for layer in self.layers
+        ]
+        rows.append(("header, graph" if self.graph else "header", "", "", "", "", "", f"{self.frame:,.0f}"))
+        total = ("total", "", "", "", "", "", f"{self.size:,}")
+        widths = [max(len(row[i]) for row in [header, *rows, total]) for i in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in [header, *rows, total]
+        ]
+        rule = "─" * len(lines[0])
+        lines = [lines[0], rule, *lines[1:-1], rule, lines[-1], ""]
+        if self.steps is not None:
+            lines.append(f"weights rounded to multiples of {self.steps:g} σ")
+        lines.append(f"dense float32: {self.dense_size:,} bytes, {self.dense_size / self.size:.0f}× larger")
+        if self.zstd_size is not None:
+            lines.append(f"safetensors + zstd-19: {self.zstd_size:,} bytes, {self.zstd_size / self.size:.1f}× larger")
+        else:
+            lines.append("safetensors + zstd-19: not compared; pip install zstandard")
+        if self.test and self.test.error is not None and self.test_before:
+            lines.append(
+                f"test error of the file: {self.test.error:.2f} % (pruned network: {self.test_before.error:.2f} %)"
+            )
+        elif self.test and self.test_before:
+            lines.append(f"test loss of the file: {self.test.loss:.4f} (pruned network: {self.test_before.loss:.4f})")
+        return "\n".join(lines)
+
+
+def compress(config: CompressConfig) -> Compression:
+    """Write the file, read it back, and judge what was read."""
+    precision = _precision(config.precision)
+    if not config.max_error_increase >= 0:
+        raise ArgumentError(f"--max-error-increase {config.max_error_increase} must be zero or more")
+    path = config.checkpoint / CHECKPOINT if config.checkpoint.is_dir() else config.checkpoint
+    model_name, data_name, seed = origin(config, path)
+    train, _, test, classes = load_data(RunConfig(data=data_name, data_dir=config.data_dir))
+    model = load_model(path, build_model(model_name, classes))
+    pruned = prune(model) if _is_sparse(model) else model
+    example, _ = next(batches(train, 2, shuffle=False))
+    graph = _graph(pruned, example)
+
+    steps = None
+    if precision == "posterior":
+        _, held_out = split(train, min(config.val_size, size(train, "train") // 2), seed)
+        chosen = _coarsest(model, pruned, graph, held_out, config.max_error_increase)
+        precision, steps = chosen, chosen.steps
+    data, packed = modelfile.pack(model, precision=precision, graph=graph)
+    atomic.write(config.output, data)
+    written = modelfile.load(config.output) if graph else modelfile.load(config.output, into=copy.deepcopy(pruned))
+    return Compression(
+        size=len(data),
+        layers=tuple(_layers(packed)),
+        frame=FRAME + packed.header_bits / 8,
+        graph=graph is not None,
+        steps=steps,
+        dense_size=4 * sum(parameter.numel() for parameter in pruned.parameters()),
+        zstd_size=zstd_size(dict(pruned.state_dict())),
+        test=evaluate(written, test) if test is not None else None,
+        test_before=evaluate(pruned, test) if test is not None else None,
+    )
+
+
+def _precision(text: str) -> modelfile.Precision:
+    if text.isdecimal():
+        return int(text)
+    if text in ("lossless", "posterior"):
+        return text
+    raise ArgumentError(f'--precision {text} must be "lossless", "posterior" or a number of bits')
+
+
+def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
+    """Model, data and seed of the run: as given, or as its summary says.
+
+    Names of the user's own code are not taken from a file: what they name would be run.
+    """
+    told: dict[str, Any] = {}
+    seed = 0
+    summary = path.parent / SUMMARY
+    if summary.is_file():
+        told = json_object.read(summary, CheckpointError)
+        settings = told.get("config")
+        if not isinstance(settings, dict) or not json_object.is_whole(settings.get("seed"), 0, 2**31 - 1):
+            raise CheckpointError(f"{summary} is damaged: it lacks the seed. Remove it, and give --model and --data")
+        seed = settings["seed"]
+    model, data = (
+        given or (name if isinstance(name, str) and ":" not in name else None)
+        for given, name in ((config.model, told.get("model")), (config.data, told.get("data")))
+    )
+    if model is None or data is None:
+        raise ArgumentError(f"{path} does not say which network and data it is of; give --model and --data")
+    return model, data, seed
+
+
+def load_model(path: Path, network: nn.Module) -> nn.Module:
+    """The Sparse VD network of a checkpoint, or the plain one of another safetensors file."""
+    tensors, metadata = read_tensors(path)
+    if KEY not in metadata:
+        load_weights(network, path)
+        return network
+    checkpoint = Checkpoint.of(tensors, metadata, path)
+    if checkpoint.layers:
+        modules = dict(network.named_modules(remove_duplicate=False))
+        unknown = [name for name in checkpoint.layers if type(modules.get(name)) not in SPARSE_TYPES]
+        if unknown:
+            raise CheckpointError(f"{path} belongs to another network: that has no layer {', '.join(unknown[:5])}")
+        network = sparsify(network, include=list(checkpoint.layers), inplace=True)
+        for name, layer in checkpoint.layers.items():
+            network.get_submodule(name).threshold = layer["threshold"]
+    check_fit(checkpoint.model, dict(network.state_dict()), f"{path} belongs to another network")
+    network.load_state_dict(checkpoint.model)
+    return network
+
+
+def _is_sparse(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseLayer) for module in model.modules())
+
+
+def _graph(pruned: nn.Module, example: Tensor) -> Graph | None:
+    """The graph, or None for a network that has none: its file then needs the model's code to be read."""
+    try:
+        return capture(pruned, example)
+    except GraphError:
+        return None
+
+
+def _coarsest(
+    model: nn.Module, pruned: nn.Module, graph: Graph | None, held_out: Data, max_increase: float
+) -> modelfile.Posterior:
+    """The last of the steps before the first that costs more than it may."""
+    limit = _score(evaluate(pruned, held_out)) + max_increase
+    chosen = None
+    for steps in STEPS:
+        precision = modelfile.Posterior(steps)
+        data, _ = modelfile.pack(model, precision=precision, graph=graph)
+        candidate = modelfile.rebuild(data) if graph else copy.deepcopy(pruned)
+        if not graph:
+            candidate.load_state_dict(modelfile.unpack(data))
+        if _score(evaluate(candidate, held_out)) > limit:
+            break
+        chosen = precision
+    if chosen is None:
+        raise ArgumentError(
+            f"already steps of {STEPS[0]} σ cost more than {max_increase} on the held-out examples; "
+            "allow more with --max-error-increase, or take --precision lossless"
+        )
+    return chosen
+
+
+def _score(evaluation: Evaluation) -> float:
+    """The error in %, or the loss where there is none."""
+    return evaluation.loss if evaluation.error is None else evaluation.error
+
+
+def _layers(packed: Packed) -> Iterator[LayerBytes]:
+    """By the module that the tensors belong to."""
+    modules: dict[str, list[int]] = {}
+    for i, entry in enumerate(packed.entries):
+        modules.setdefault(entry.name.rpartition(".")[0], []).append(i)
+    for name, members in modules.items():
+        entries = [packed.entries[i] for i in members]
+        matrices = [entry for entry in entries if len(entry.shape) > 1]
+        yield LayerBytes(
+            name=name,
+            weights=sum(entry.numel for entry in matrices),
+            kept=sum(int(np.count_nonzero(entry.values)) for entry in matrices if isinstance(entry.values, np.ndarray)),
+            positions=sum(entry.bits[0] for entry in matrices) / 8,
+            values=sum(entry.bits[1] for entry in matrices) / 8,
+            rest=sum(sum(entry.bits) for entry in entries if len(entry.shape) <= 1) / 8,
+        )
+
+
+def zstd_size(state: dict[str, Tensor]) -> int | None:
+    """The size of the tensors as safetensors + zstd-19, or None without the library."""
+    try:
+        import zstandard
+    except ImportError:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pruned.safetensors"
+        write_tensors(path, state)
+        return len(zstandard.ZstdCompressor(level=19).compress(path.read_bytes()))

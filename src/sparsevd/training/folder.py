@@ -1,0 +1,173 @@
+"""The folder of a run: the state of training as a checkpoint, and its metrics as lines of JSON.
+
+The checkpoint is the truth and holds the whole history. metrics.jsonl gets a line after it; where it does not hold the
+lines before, as after a crash, it is put right from the checkpoint. One training at a time is in the folder; who only
+reads it finds a whole checkpoint at any moment.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError, CheckpointError, WriteError
+from sparsevd.files import atomic, lock
+from sparsevd.files.json_object import is_whole, shown
+from sparsevd.training import history, restoration
+from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.history import LARGEST_INTEGER, History
+from sparsevd.training.metrics_file import MetricsFile
+
+CHECKPOINT = "checkpoint.safetensors"
+METRICS = "metrics.jsonl"
+
+
+@dataclass
+class State:
+    """How far training is: whole epochs, batches and examples within the present one, and its sums."""
+
+    epoch: int = 0
+    batch: int = 0
+    seen: int = 0
+    loss: float = 0.0
+    wrong: int | None = 0
+    seconds: float = 0.0
+    bfloat16: bool | None = None  # whether large variance products are in it; None before the run has begun
+    history: History = field(default_factory=History.empty)
+
+
+class RunFolder:
+    """The run's folder: the checkpoint, and the metrics that it holds as lines of JSON."""
+
+    def __init__(self, path: str | Path | None, settings: dict[str, Any]):
+        self.path = Path(path) if path is not None else None
+        self._settings = settings  # a run can only be resumed with the same ones
+        self._metrics = MetricsFile(self.path / METRICS) if self.path else None
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Makes the folder, and keeps every other training out of it."""
+        if self.path is None:
+            return nullcontext()
+        try:
+            atomic.make_folder(self.path)
+        except OSError as error:
+            raise WriteError(f"{self.path} cannot be written to: {error.strerror or error}") from error
+        return lock.only_training(self.path)
+
+    def refuse_to_overwrite(self) -> None:
+        if self.path and (self.path / CHECKPOINT).exists():
+            raise CheckpointError(f"{self.path} already holds a run; resume it, or remove it first")
+
+    def last_good(self) -> str:
+        if self.path and (self.path / CHECKPOINT).exists():
+            return f"The last good state is in {self.path / CHECKPOINT}."
+        return "No epoch was finished, so there is no checkpoint."
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, rng: Tensor | None = None) -> None:
+        if self.path is None or self._metrics is None:
+            return
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        slots = {
+            f"{names[parameter]}/{slot}": value
+            for parameter, values in optimizer.state.items()
+            for slot, value in values.items()
+        }
+        progress = {
+            "settings": self._settings,
+            "state": {name: value for name, value in vars(state).items() if name != "history"},
+            "history_layers": state.history.layers,
+            "metrics": self._metrics.prepare(state.history),
+        }
+        checkpoint = Checkpoint(
+            model=dict(model.state_dict()),
+            optimizer=slots,
+            rng=rng,
+            layers=restoration.layers_of(model),
+            buffers=[name for name, _ in model.named_buffers(remove_duplicate=False)],
+            progress=progress,
+            history=state.history.tensors(),
+        )
+        try:
+            checkpoint.save(self.path / CHECKPOINT)
+            self._metrics.write(state.history)
+        except WriteError as error:
+            raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, Tensor | None]:
+        """The state to go on from; the beginning if no checkpoint was written yet."""
+        if self.path is None or self._metrics is None:
+            raise ArgumentError("resume=True needs the run_dir to resume from")
+        for name in (CHECKPOINT, METRICS):
+            atomic.remove_leftovers(self.path / name)
+        path = self.path / CHECKPOINT
+        if not path.exists():
+            return State(), None
+        checkpoint = Checkpoint.load(path)
+        settings = checkpoint.progress.get("settings")
+        if not isinstance(settings, dict):
+            raise CheckpointError.damaged(path, f"its settings are {shown(settings)}")
+        differing = [
+            f"{name}: {shown(settings.get(name))} then, {value!r} now"
+            for name, value in self._settings.items()
+            if not _same(settings.get(name), value)
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{path} belongs to a run with other settings ({'; '.join(differing)}); use those, or start a new run"
+            )
+        state = _state(checkpoint, self._settings["epochs"], path)
+        begun = state.epoch > 0 or state.batch > 0
+        restoration.check_model(checkpoint, model, path)
+        restoration.check_history(state.history, model, path)
+        restoration.check_optimizer(checkpoint, model, optimizer, self._settings.get("drop_patience", 1), begun, path)
+        if checkpoint.rng is not None:
+            restoration.check_generator(checkpoint.rng, path)
+        restoration.put_back(checkpoint, model, optimizer)
+        self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
+        return state, checkpoint.rng
+
+
+def _same(then: object, now: object) -> bool:
+    """Whether a setting has not changed; True is not 1 here."""
+    return then == now and isinstance(then, bool) == isinstance(now, bool)
+
+
+def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
+    """How far a run of so many epochs is, with every number in its range."""
+    stored = checkpoint.progress.get("state")
+    if not isinstance(stored, dict):
+        raise CheckpointError.damaged(path, f"its state is {shown(stored)}")
+    stored = dict(stored)
+    if checkpoint.format == 1:
+        past = history.from_entries(stored.pop("history", None), path)
+        stored["bfloat16"] = None  # it was not kept then
+    else:
+        past = history.from_tensors(checkpoint.history, checkpoint.progress.get("history_layers"), path)
+    expected = set(vars(State())) - {"history"}
+    if stored.keys() != expected:
+        raise CheckpointError.damaged(path, f"its state has not exactly {', '.join(sorted(expected))}")
+    seen = stored["seen"]
+    valid = {
+        "epoch": is_whole(stored["epoch"], 0, epochs),
+        "seen": is_whole(seen, 0, LARGEST_INTEGER),
+        "batch": is_whole(seen, 0, LARGEST_INTEGER) and is_whole(stored["batch"], 0, seen),
+        "wrong": stored["wrong"] is None or (is_whole(seen, 0, LARGEST_INTEGER) and is_whole(stored["wrong"], 0, seen)),
+        "loss": isinstance(stored["loss"], float) and math.isfinite(stored["loss"]),
+        "seconds": isinstance(stored["seconds"], float) and 0 <= stored["seconds"] < math.inf,
+        "bfloat16": stored["bfloat16"] is None or isinstance(stored["bfloat16"], bool),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            raise CheckpointError.damaged(path, f"its state has {name} {shown(stored[name])}")
+    state = State(**stored, history=past)
+    if len(past) != state.epoch:
+        raise CheckpointError.damaged(path, f"it is after epoch {state.epoch} and has a history of {len(past)}")
+    if state.seen and (checkpoint.rng is None or state.epoch == epochs):
+        raise CheckpointError.damaged(
+            path, f"it is inside an epoch, after batch {state.batch}, but lacks what that needs"
+        )
+    return state

@@ -1,0 +1,1 @@
+"""The paper's networks and the data sets they are trained on."""
