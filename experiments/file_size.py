@@ -60,7 +60,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "pruned_error": sparsevd.evaluate(pruned, splits.test).error,
         "dense_bytes": 4 * sum(parameter.numel() for parameter in pruned.parameters()),
         "lossless": {"bytes": len(exact), "zstd_bytes": zstd, "over_entropy": len(exact) / entropy},
-        "posterior": {str(steps): point(modelfile.Posterior(steps)) for steps in STEPS},
+        "posterior": {str(steps): point(modelfile.PosteriorSteps(steps)) for steps in STEPS},
         "bits": {str(bits): point(bits) for bits in BITS},
         "nncodec": nncodec(dict(pruned.state_dict()), name, splits) or {},
         "chosen": {},
@@ -76,7 +76,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def ablation(model: torch.nn.Module, graph: Any) -> dict[str, float]:
     """Bytes of the file at 1.5 σ, with one choice taken away at a time, and by other coders."""
-    precision = modelfile.Posterior(1.5)
+    precision = modelfile.PosteriorSteps(1.5)
     whole, packed = modelfile.pack(model, precision=precision, graph=graph)
     results: dict[str, float] = {"whole": len(whole)}
     results["without the graph (dead biases stored)"] = len(modelfile.pack(model, precision=precision)[0])

@@ -229,4 +229,4 @@ def test_info_reads_model_files(tmp_path):
 
 
 def test_posterior_is_public():
-    assert modelfile.Posterior().steps > 0
+    assert modelfile.PosteriorSteps().steps > 0

@@ -230,7 +230,7 @@ def test_bits_bound_the_error(dtype, precision):
 
 def test_posterior_rounds_by_sigma():
     model = trained_posterior()
-    data, _ = modelfile.pack(model, precision=modelfile.Posterior(steps=2.0))
+    data, _ = modelfile.pack(model, precision=modelfile.PosteriorSteps(steps=2.0))
     found = modelfile.unpack(data)
     pruned = sparsevd.prune(model).state_dict()
     assert found.keys() == pruned.keys()
@@ -244,7 +244,7 @@ def test_posterior_rounds_by_sigma():
 
 def test_coarser_is_smaller():
     model = trained_posterior()
-    sizes = [len(modelfile.pack(model, precision=p)[0]) for p in ("lossless", modelfile.Posterior(0.5), "posterior", 2)]
+    sizes = [len(modelfile.pack(model, precision=p)[0]) for p in ("lossless", modelfile.PosteriorSteps(0.5), "posterior", 2)]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
 
@@ -262,7 +262,7 @@ def test_unknown_precision_is_refused(precision):
 
 def test_posterior_steps_must_be_positive():
     with pytest.raises(ArgumentError, match="steps"):
-        modelfile.Posterior(0.0)
+        modelfile.PosteriorSteps(0.0)
 
 
 @pytest.mark.parametrize("precision", [8, "posterior"])
@@ -527,7 +527,7 @@ def test_what_nothing_reads_is_not_stored():
 def test_a_posterior_file_with_its_graph():
     model = trained_posterior()
     x = torch.randn(4, 30)
-    again = modelfile.rebuild(modelfile.pack(model, example=x, precision=modelfile.Posterior(0.01))[0])
+    again = modelfile.rebuild(modelfile.pack(model, example=x, precision=modelfile.PosteriorSteps(0.01))[0])
     torch.testing.assert_close(outputs(again, x), outputs(model.eval(), x), rtol=0.02, atol=0.02)
 
 

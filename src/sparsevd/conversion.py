@@ -1,7 +1,7 @@
 """From a plain network to its Sparse VD twin and back.
 
 `sparsify` swaps modules and never patches methods; which types it knows is the registry `SPARSE_TYPES`, keyed by the
-exact type, because a subclass may use its weight in ways of its own. `plan` says beforehand what would happen.
+exact type, because a subclass may use its weight in ways of its own. `preview` says beforehand what would happen.
 """
 
 import copy
@@ -19,7 +19,15 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
-from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, THRESHOLD, SparseLayer, checked_threshold
+from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
+from sparsevd.posterior import (
+    THRESHOLD,
+    NoisyModule,
+    checked_threshold,
+    is_noisy,
+    noisy_modules,
+    required_posteriors,
+)
 
 logger = logging.getLogger("sparsevd")
 
@@ -50,15 +58,25 @@ class Conversion:
     replaced: tuple[str, ...]
     dropout_removed: tuple[str, ...]
     skipped: dict[str, str]
+    frozen: tuple[str, ...] = ()  # of those replaced
 
     def __str__(self) -> str:
         lines = [f"to Sparse VD: {', '.join(self.replaced) or 'nothing'}"]
         if self.dropout_removed:
-            lines.append(f"dropout removed: {', '.join(self.dropout_removed)}")
-        return "\n".join([*lines, *_reasons(self.skipped)])
+            lines.append(f"dropout set to p = 0: {', '.join(self.dropout_removed)}")
+        return "\n".join([*lines, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """What a user should know: a line for each layer that stays dense, and for each that cannot learn."""
+        lines = [f"left dense: {name}: {reason}" for name, reason in self.skipped.items()]
+        return lines + [
+            f"frozen: {name}: its weights do not require gradients, so neither they nor their noise will change, and it "
+            "keeps every weight"
+            for name in self.frozen
+        ]
 
 
-def plan(
+def preview(
     model: nn.Module,
     *,
     include: Selector | Iterable[Selector] | None = None,
@@ -85,13 +103,18 @@ def plan(
         if type(module) in DROPOUT_TYPES:
             if not keep_dropout:
                 dropout_removed += aliases
-        elif not isinstance(module, SparseLayer):
+        elif not isinstance(module, NoisyModule):
             reason = _why_not(module, owners)
             if reason:
                 skipped[aliases[0] or "(model)"] = reason
             elif type(module) in SPARSE_TYPES:
                 replaced += aliases
-    return Conversion(tuple(replaced), tuple(dropout_removed), skipped)
+    frozen = [name for name in replaced if not any(p.requires_grad for p in _noisy_to_be(model.get_submodule(name)))]
+    return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen))
+
+
+def _noisy_to_be(module: nn.Module) -> list[nn.Parameter]:
+    return [module.get_parameter(name) for name in SPARSE_TYPES[type(module)].weights]
 
 
 def sparsify(
@@ -105,14 +128,14 @@ def sparsify(
     initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
     variance_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The Sparse VD twin of a network: every Linear and Conv layer gets a learned noise on each weight.
+    """The Sparse VD twin of a network: every Linear, Conv and Embedding layer gets a learned noise on each weight.
 
         model = sparsevd.sparsify(dense)
         model = sparsevd.sparsify(dense, exclude=["head", nn.Conv1d])
 
-    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Dropout modules become `nn.Identity`, as
-    the paper does, unless `keep_dropout`. What cannot be converted stays dense and is named, with the reason, in one
-    `SparseVDWarning`; `sparsevd.convert.plan` takes the same arguments and only tells.
+    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Dropout modules stay with p = 0, since
+    the noise takes their place, unless `keep_dropout`. What cannot be converted stays dense and is named, with the
+    reason, in one `SparseVDWarning`; `sparsevd.conversion.preview` takes the same arguments and only tells.
 
     Args:
         model: any network; it is copied unless `inplace`.
@@ -128,16 +151,16 @@ def sparsify(
     """
     if variance_dtype is not None and not variance_dtype.is_floating_point:
         raise ArgumentError(f"variance_dtype={variance_dtype} must be a floating-point type, such as torch.bfloat16")
-    conversion = plan(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
+    conversion = preview(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
     if not conversion.replaced:
         raise ConversionError(
             f"nothing to convert in {type(model).__name__}; Sparse VD knows "
             f"{', '.join(plain.__name__ for plain in SPARSE_TYPES)} (exact types, selected by include and exclude)"
-            + "".join(f"\n{line}" for line in _reasons(conversion.skipped))
+            + "".join(f"\n{line}" for line in conversion.remarks())
         )
     logger.info("%s", conversion)
-    if conversion.skipped:
-        warnings.warn("\n".join(_reasons(conversion.skipped)), SparseVDWarning, stacklevel=2)
+    if remarks := conversion.remarks():
+        warnings.warn("\n".join(remarks), SparseVDWarning, stacklevel=2)
     if not inplace:
         model = copy.deepcopy(model)
     swaps: dict[nn.Module, nn.Module] = {}
@@ -148,8 +171,7 @@ def sparsify(
                 layer, threshold=threshold, initial_log_sigma2=initial_log_sigma2, variance_dtype=variance_dtype
             )
     for name in conversion.dropout_removed:
-        layer = model.get_submodule(name)
-        swaps[layer] = nn.Identity().train(layer.training)
+        model.get_submodule(name).p = 0.0  # not Identity: models read p
     model = _swap(model, swaps)
     _leave_fast_paths(model)
     return model
@@ -168,18 +190,19 @@ def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = F
         checked_threshold(threshold)
     if not inplace:
         model = copy.deepcopy(model)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseLayer)}
-    if not layers:
-        raise ConversionError(f"no Sparse VD layer in {type(model).__name__}; call sparsevd.sparsify first")
-    swaps: dict[nn.Module, nn.Module] = {layer: layer.plain(threshold) for layer in layers.values()}
-    for name, layer in layers.items():
-        if not layer.weight.is_meta and not torch.any(cast(Tensor, swaps[layer].weight)):
-            warnings.warn(
-                f"layer {name or '(model)'} lost every one of its {layer.weight.numel():,} weights: "
-                "its output no longer depends on its input",
-                SparseVDWarning,
-                stacklevel=2,
-            )
+    required_posteriors(model)  # says so if there are none
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name, layer in noisy_modules(model).items():
+        swaps[layer] = cast(SparseLayer, layer).plain(threshold)
+        for posterior in layer.posteriors():
+            left = swaps[layer].get_parameter(posterior.weight)
+            if not left.is_meta and not torch.any(left):
+                warnings.warn(
+                    f"layer {name or '(model)'} lost every one of its {left.numel():,} weights: "
+                    "its output no longer depends on its input",
+                    SparseVDWarning,
+                    stacklevel=2,
+                )
         if layer._forward_hooks or layer._forward_pre_hooks:
             warnings.warn(
                 f"the forward hooks of layer {name or '(model)'} are not carried over", SparseVDWarning, stacklevel=2
@@ -187,10 +210,6 @@ def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = F
     model = _swap(model, swaps)
     _restore_fast_paths(model)
     return model
-
-
-def _reasons(skipped: dict[str, str]) -> list[str]:
-    return [f"left dense: {name}: {reason}" for name, reason in skipped.items()]
 
 
 def _matches(
@@ -228,7 +247,9 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
         reasons.append("its weight is computed (weight_norm, a parametrization, torch's pruning); remove that first")
     elif type(module) in SPARSE_TYPES:
         tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
-        if tied:
+        if refusal := SPARSE_TYPES[type(module)].refusal(module):
+            reasons.append(refusal)
+        elif tied:
             reasons.append(f"tied parameters ({' = '.join(tied)}): pruning one would change the other")
         elif extra := _extras(module):
             reasons.append(f"it carries more than a weight and a bias ({', '.join(extra)}), which a swap would lose")
@@ -255,7 +276,8 @@ def _extras(module: nn.Module) -> list[str]:
         *dict(module.named_buffers(recurse=False)),
         *module._modules,
     ]
-    return [name for name in named if name not in ("weight", "bias")] + ["forward"] * ("forward" in module.__dict__)
+    own = SPARSE_TYPES[type(module)]
+    return [name for name in named if name not in (*own.weights, *own.others)] + ["forward"] * ("forward" in module.__dict__)
 
 
 def _swap(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -270,7 +292,7 @@ def _swap(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> nn.Module:
 def _leave_fast_paths(model: nn.Module) -> None:
     for module in model.modules():
         for kind, (attribute, off) in FAST_PATHS.items():
-            if isinstance(module, kind) and any(isinstance(child, SparseLayer) for child in module.modules()):
+            if isinstance(module, kind) and is_noisy(module):
                 module.__dict__.setdefault(_BEFORE, getattr(module, attribute))
                 setattr(module, attribute, off)
 

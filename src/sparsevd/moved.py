@@ -8,10 +8,10 @@ from typing import Any
 
 # Old module → new module, and the names that changed on the way.
 MOVED: dict[str, tuple[str, dict[str, str]]] = {
-    "sparsevd.convert": ("sparsevd.conversion", {}),
+    "sparsevd.convert": ("sparsevd.conversion", {"plan": "preview"}),
     "sparsevd.data": ("sparsevd.zoo.datasets", {}),
     "sparsevd.models": ("sparsevd.zoo.models", {}),
-    "sparsevd.pack": ("sparsevd.modelfile", {}),
+    "sparsevd.pack": ("sparsevd.modelfile", {"Posterior": "PosteriorSteps"}),
 }
 
 

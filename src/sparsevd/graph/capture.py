@@ -17,7 +17,7 @@ from sparsevd.graph.aten import HANDLERS
 from sparsevd.graph.operations import DTYPE_NAMES
 from sparsevd.graph.structure import Graph
 from sparsevd.graph.translation import STILL_WORKS, Translation
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import NoisyModule
 
 _PROBE = 13  # a batch size that no network has in its shapes
 
@@ -57,7 +57,7 @@ def capture(model: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Graph:
 
 def _check_arguments(model: nn.Module, examples: tuple[Tensor, ...]) -> None:
     for module_name, module in model.named_modules():
-        if isinstance(module, SparseLayer):
+        if isinstance(module, NoisyModule):
             raise GraphError(f"{module_name or 'the model'} is a Sparse VD layer; call sparsevd.prune first")
     paths = [name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()) if name]
     for path in paths:

@@ -3,7 +3,7 @@ passed `door`.
 
 Here are the fused training kernels; `inference` has the sparse layers and networks, `coder` the model file's coder.
 They take dense float32 tensors on the CPU, as `take` tells; everywhere else (no compiler at installation, another
-device, another type) the way of `functional` is taken. Under torch.compile and torch.export too, since the compiler
+device, another type) the equations in torch are used. Under torch.compile and torch.export too, since the compiler
 fuses those operations by itself.
 """
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
-from sparsevd.posterior import equations
 
 _POINTER, _INT, _SIZE, _SEED = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t, ctypes.c_uint64
 BEST = 0  # the widest instruction set of this machine; kernels.c numbers them
@@ -109,14 +108,8 @@ def kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
     All of a model's layers in one call: on a small network a call costs as much as the work.
     """
-    if all(take_side_by_side(*pair) for pair in pairs):
-        flat = [tensor for pair in pairs for tensor in pair]
-        return _KL.apply(*flat)  # type: ignore[no-any-return,no-untyped-call]
-    for theta, log_sigma2 in pairs:
-        if theta.shape != log_sigma2.shape:  # torch would spread one over the other without a word
-            raise ArgumentError(f"θ has shape {tuple(theta.shape)}, its log σ² {tuple(log_sigma2.shape)}")
-    terms = [equations.kl(theta, log_sigma2) for theta, log_sigma2 in pairs]
-    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+    flat = [tensor for pair in pairs for tensor in pair]
+    return _KL.apply(*flat)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _KL(torch.autograd.Function):

@@ -1,4 +1,34 @@
-"""Sparse VD layers, one file a family; `SPARSE_TYPES` is the registry."""
+"""Sparse VD layers, one file a family. `SPARSE_TYPES` is the registry: a new layer enters there, and the contract tests
+of tests/test_layers.py ask for its case."""
 
-from sparsevd.layers.layers import *  # noqa: F403
-from sparsevd.layers.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, THRESHOLD, Part, SparseLayer, checked_threshold  # noqa: F401
+from torch import nn
+
+from sparsevd.layers.convolution import (
+    SparseConv1d,
+    SparseConv2d,
+    SparseConv3d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
+    SparseConvTranspose3d,
+)
+from sparsevd.layers.embedding import SparseEmbedding, SparseEmbeddingBag
+from sparsevd.layers.layer import INITIAL_LOG_SIGMA2, SparseLayer
+from sparsevd.layers.linear import SparseLinear
+
+# Every final class by the exact type of its plain twin.
+SPARSE_TYPES: dict[type[nn.Module], type[SparseLayer]] = {
+    layer.plain_type: layer
+    for layer in (
+        SparseLinear,
+        SparseConv1d,
+        SparseConv2d,
+        SparseConv3d,
+        SparseConvTranspose1d,
+        SparseConvTranspose2d,
+        SparseConvTranspose3d,
+        SparseEmbedding,
+        SparseEmbeddingBag,
+    )
+}
+
+__all__ = ["INITIAL_LOG_SIGMA2", "SPARSE_TYPES", "SparseLayer"]

@@ -6,7 +6,7 @@ output: σ² and A² are made again, and the noise is not needed again.
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,110 +14,76 @@ from torch import Tensor
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
+from sparsevd.layers.linear_map import LinearMap
+from sparsevd.layers.selection import select, spread, spread_plainly
 from sparsevd.posterior import equations
 
 
-class LinearMap(Protocol):
-    """What a layer does with an input and a weight, whichever weight that is. `shape`: extra arguments of the call."""
+class NoisyWeight(NamedTuple):
+    """The weight of a layer: θ, the bias, log σ², and the type of A² and σ² in their product."""
 
-    channel: int  # the dimension of the output that the bias belongs to, counted from the end
+    theta: Tensor
+    bias: Tensor | None
+    log_sigma2: Tensor
+    variance_dtype: torch.dtype
 
-    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, *shape: Any) -> Tensor: ...
-
-    def gradients(
-        self, grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool], *shape: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the input and of the weight, None for one that is not wanted."""
-        ...
+    def without_bias(self) -> "NoisyWeight":
+        return self._replace(bias=None)
 
 
-def sample(
-    linear_map: LinearMap,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    log_sigma2: Tensor,
-    variance_dtype: torch.dtype,
-    *shape: Any,
-) -> Tensor:
-    """A sample of the layer's output; `variance_dtype` is the type of A² and σ² in their product."""
-    way = fused if _can_fuse(input, weight, log_sigma2, variance_dtype) else composed
-    return way(linear_map, input, weight, bias, log_sigma2, variance_dtype, *shape)
+def sample(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
+    """A sample of the layer's output."""
+    way = fused if _can_fuse(input, noisy) else composed
+    return way(linear_map, input, noisy)
 
 
 def sample_part(
-    linear_map: LinearMap,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    log_sigma2: Tensor,
-    variance_dtype: torch.dtype,
-    part: tuple[Tensor, Tensor, int],
-    *shape: Any,
+    linear_map: LinearMap, input: Tensor, noisy: NoisyWeight, inputs: Tensor, units: Tensor, size: int
 ) -> Tensor:
     """The same where the weight has only some inputs and some of `size` units; the other units give out their bias."""
-    inputs, units, size = part
+    bias = noisy.bias
     whole_bias = bias is None or (bias.shape == (size,) and door.suits(bias))
-    if (
-        whole_bias
-        and _can_fuse(input, weight, log_sigma2, variance_dtype)
-        and _all_in_c(linear_map, input, weight, variance_dtype)
-    ):
-        return _FusedPart.apply(input, weight, bias, log_sigma2, *part)  # type: ignore[no-any-return,no-untyped-call]
+    if whole_bias and _can_fuse(input, noisy) and _all_in_c(linear_map, input, noisy):
+        arguments = (input, noisy.theta, bias, noisy.log_sigma2, inputs, units, size)
+        return _FusedPart.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
     input = select(input, linear_map.channel, inputs)
-    output = sample(linear_map, input, weight, None, log_sigma2, variance_dtype, *shape)
+    output = sample(linear_map, input, noisy.without_bias())
     return spread(output, linear_map.channel, units, size, bias)
 
 
-def _can_fuse(input: Tensor, weight: Tensor, log_sigma2: Tensor, variance_dtype: torch.dtype) -> bool:
+def _can_fuse(input: Tensor, noisy: NoisyWeight) -> bool:
     return (
-        variance_dtype in (torch.float32, torch.bfloat16)
-        and weight.shape == log_sigma2.shape
-        and kernels.take(input, weight, log_sigma2)
+        noisy.variance_dtype in (torch.float32, torch.bfloat16)
+        and noisy.theta.shape == noisy.log_sigma2.shape
+        and kernels.take(input, noisy.theta, noisy.log_sigma2)
         and not torch.is_autocast_enabled("cpu")
     )
 
 
-def composed(
-    linear_map: LinearMap,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    log_sigma2: Tensor,
-    variance_dtype: torch.dtype,
-    *shape: Any,
-) -> Tensor:
-    if weight.shape != log_sigma2.shape:  # torch would spread one over the other without a word
-        raise ArgumentError(f"the weight has shape {tuple(weight.shape)}, its log σ² {tuple(log_sigma2.shape)}")
-    gamma = linear_map.product(input, weight, bias, *shape)
+def composed(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
+    theta, bias, log_sigma2, variance_dtype = noisy
+    if theta.shape != log_sigma2.shape:  # torch would spread one over the other without a word
+        raise ArgumentError(f"the weight has shape {tuple(theta.shape)}, its log σ² {tuple(log_sigma2.shape)}")
+    gamma = linear_map.product(input, theta, bias)
     wide, device = log_sigma2.dtype, input.device.type
     # bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows.
     keep_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
     with torch.autocast(device, dtype=torch.bfloat16, enabled=keep_autocast):
         squared, sigma2 = input.to(wide).square().to(variance_dtype), torch.exp(log_sigma2).to(variance_dtype)
-        delta = linear_map.product(squared, sigma2, None, *shape).to(wide)
+        delta = linear_map.product(squared, sigma2, None).to(wide)
     return equations.noisy_output(gamma, delta, torch.randn_like(delta))
 
 
-def fused(
-    linear_map: LinearMap,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    log_sigma2: Tensor,
-    variance_dtype: torch.dtype,
-    *shape: Any,
-) -> Tensor:
-    if _all_in_c(linear_map, input, weight, variance_dtype) and kernels.fit_together(input, weight, bias):
-        return _FusedLinear.apply(input, weight, bias, log_sigma2)  # type: ignore[no-any-return,no-untyped-call]
-    arguments = (linear_map, input, weight, bias, log_sigma2, variance_dtype, shape)
-    return _Fused.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
+def fused(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
+    if _all_in_c(linear_map, input, noisy) and kernels.fit_together(input, noisy.theta, noisy.bias):
+        return _FusedLinear.apply(input, *noisy[:3])  # type: ignore[no-any-return,no-untyped-call]
+    return _Fused.apply(linear_map, input, *noisy)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _all_in_c(linear_map: LinearMap, input: Tensor, weight: Tensor, variance_dtype: torch.dtype) -> bool:
+def _all_in_c(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> bool:
     """Whether this is a product of matrices that the kernels do whole."""
-    matrices = linear_map.channel == -1 and input.is_contiguous() and 0 not in (input.numel(), weight.numel())
-    return matrices and variance_dtype is torch.float32 and kernels.sgemm() is not None
+    matrices = linear_map.channel == -1 and input.is_contiguous() and 0 not in (input.numel(), noisy.theta.numel())
+    return matrices and noisy.variance_dtype is torch.float32 and kernels.sgemm() is not None
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -170,7 +136,7 @@ class _FusedPart(torch.autograd.Function):
         arguments = (grad.index_select(-1, units), slope, chosen, weight, log_sigma2, False, wants_input)
         grad_input, grad_weight, _, grad_log_sigma2 = kernels.linear_backward(*arguments)
         if grad_input is not None:
-            grad_input = _spread(grad_input, -1, inputs, ctx.width)
+            grad_input = spread_plainly(grad_input, -1, inputs, ctx.width)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wants_bias else None
         return grad_input, grad_weight, grad_bias, grad_log_sigma2, None, None, None
 
@@ -185,13 +151,12 @@ class _Fused(torch.autograd.Function):
         bias: Tensor | None,
         log_sigma2: Tensor,
         variance_dtype: torch.dtype,
-        shape: tuple[Any, ...],
     ) -> Tensor:
-        gamma = linear_map.product(input, weight, bias, *shape)
+        gamma = linear_map.product(input, weight, bias)
         squared, sigma2 = _factors(input, log_sigma2, variance_dtype)
-        delta = _like(gamma, _rounded(variance_dtype, linear_map.product(squared, sigma2, None, *shape)))
+        delta = _like(gamma, _rounded(variance_dtype, linear_map.product(squared, sigma2, None)))
         kernels.sample_(gamma, delta, kernels.fresh_seed())
-        ctx.linear_map, ctx.variance_dtype, ctx.shape = linear_map, variance_dtype, shape
+        ctx.linear_map, ctx.variance_dtype = linear_map, variance_dtype
         ctx.save_for_backward(input, weight, log_sigma2, delta)  # what was δ is now d b / d δ
         return gamma
 
@@ -199,13 +164,13 @@ class _Fused(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, log_sigma2, slope = ctx.saved_tensors
-        _, wants_input, wants_weight, wants_bias, wants_noise, *_ = ctx.needs_input_grad
+        _, wants_input, wants_weight, wants_bias, wants_noise, _ = ctx.needs_input_grad
         gradients, dtype = ctx.linear_map.gradients, ctx.variance_dtype
-        grad_input, grad_weight = gradients(grad, input, weight, (wants_input, wants_weight), *ctx.shape)
+        grad_input, grad_weight = gradients(grad, input, weight, (wants_input, wants_weight))
         # And through δ = A²·σ², where d A² = 2·A·d A and d σ² = σ²·d log σ².
         squared, sigma2 = _factors(input, log_sigma2, dtype, sigma2_is_read=wants_input)
         grad_delta = _rounded(dtype, _as(squared.dtype, grad * slope))
-        grad_squared, grad_sigma2 = gradients(grad_delta, squared, sigma2, (wants_input, wants_noise), *ctx.shape)
+        grad_squared, grad_sigma2 = gradients(grad_delta, squared, sigma2, (wants_input, wants_noise))
         if wants_input:
             grad_input.addcmul_(input, _rounded(dtype, grad_squared), value=2)
         if wants_noise:
@@ -217,7 +182,7 @@ class _Fused(torch.autograd.Function):
         grad_bias = None
         if wants_bias:
             grad_bias = grad.sum([d for d in range(grad.ndim) if d != grad.ndim + ctx.linear_map.channel])
-        return None, grad_input, grad_weight, grad_bias, grad_sigma2, None, None
+        return None, grad_input, grad_weight, grad_bias, grad_sigma2, None
 
 
 def _factors(
@@ -268,71 +233,3 @@ def _like(pattern: Tensor, tensor: Tensor) -> Tensor:
     if tensor.dtype == pattern.dtype and tensor.stride() == pattern.stride():
         return tensor
     return torch.empty_like(pattern).copy_(tensor)
-
-
-def select(input: Tensor, dimension: int, indices: Tensor) -> Tensor:
-    """`input.index_select` with a backward pass that copies; torch's own adds, in case an index comes twice."""
-    if len(indices) == input.shape[dimension]:
-        return input
-    return _Select.apply(input, dimension, indices)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def spread(output: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
-    """The inverse of `select`: a tensor of this size with the output at the indices and zero elsewhere, plus bias."""
-    if len(indices) == size:
-        return output if bias is None else output + _beside(bias, dimension)
-    return _Spread.apply(output, dimension, indices, size, bias)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _select(tensor: Tensor, dimension: int, indices: Tensor) -> Tensor:
-    last = tensor.movedim(dimension, -1)
-    if not last.is_contiguous():
-        return tensor.index_select(dimension, indices)
-    # Channels that are next to each other in memory stay so: what comes after, convolutions above all, relies on it.
-    rows = last.reshape(-1, last.shape[-1]).index_select(1, indices)
-    return rows.view(*last.shape[:-1], -1).movedim(-1, dimension)
-
-
-def _spread(tensor: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None = None) -> Tensor:
-    last = tensor.movedim(dimension, -1)
-    if not last.is_contiguous():
-        shape = list(tensor.shape)
-        shape[dimension] = size
-        whole = tensor.new_zeros(shape).index_copy_(dimension, indices, tensor)
-        return whole if bias is None else whole + _beside(bias, dimension)
-    # The same, channels next to each other. Reading any column and multiplying is faster than torch's copy to columns.
-    source = indices.new_zeros(size).index_copy_(0, indices, torch.arange(len(indices), device=indices.device))
-    there = tensor.new_zeros(size).index_fill_(0, indices, 1)
-    rows = last.reshape(-1, len(indices)).index_select(1, source)
-    rows = rows.mul_(there) if bias is None else torch.addcmul(bias, rows, there, out=rows)
-    return rows.view(*last.shape[:-1], size).movedim(-1, dimension)
-
-
-def _beside(bias: Tensor, dimension: int) -> Tensor:
-    """A number per channel, in a shape to add to tensors that have the channels at this dimension, from the end."""
-    return bias.view(-1, *[1] * (-1 - dimension))
-
-
-class _Select(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, dimension: int, indices: Tensor) -> Tensor:
-        ctx.arguments = dimension, indices, input.shape[dimension]
-        return _select(input, dimension, indices)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _spread(grad, *ctx.arguments), None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, dimension: int, indices: Tensor, size: int, bias: Tensor | None) -> Tensor:
-        ctx.arguments = dimension, indices
-        return _spread(output, dimension, indices, size, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dimension, _ = ctx.arguments
-        others = [d for d in range(grad.ndim) if d != grad.ndim + dimension]
-        grad_bias = grad.sum(others) if ctx.needs_input_grad[4] else None
-        return _select(grad, *ctx.arguments), None, None, None, grad_bias

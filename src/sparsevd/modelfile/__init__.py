@@ -18,7 +18,7 @@ from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture, to_module
 from sparsevd.graph.cost import footprint
 from sparsevd.graph.relevance import relevant
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import is_noisy
 from sparsevd.modelfile.container import FREE_VALUES, Entry, Form, Packed, allowed_bytes, decode, encode
 from sparsevd.modelfile.description import described, graph_of
 from sparsevd.modelfile.quantisation import (
@@ -79,7 +79,7 @@ def pack(
     """The bytes of the file that `save` writes, and what its parts cost. `graph` saves capturing it from `example`."""
     precision = checked(precision)
     steps = posterior_steps(model, precision) if isinstance(precision, Posterior) else {}
-    if any(isinstance(module, SparseLayer) for module in model.modules()):
+    if is_noisy(model):
         model = prune(model)
     state = dict(model.state_dict())
     if graph is None and example is not None:

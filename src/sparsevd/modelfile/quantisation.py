@@ -1,5 +1,6 @@
 """Tensors as the file holds them, and back: exactly, with a number of bits, or as coarsely as the posterior allows."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import SparseLayer
 from sparsevd.modelfile.container import FLOATS, Entry, Form
 from sparsevd.modelfile.symbols import Matrix
+from sparsevd.posterior import named_posteriors
 
 # The number of a type is its place here; part of the format.
 DTYPES = (
@@ -31,7 +32,7 @@ _LARGEST = 1 << 24  # integers that a float32 holds exactly
 
 
 @dataclass(frozen=True)
-class Posterior:
+class PosteriorSteps:
     """Every weight of a Sparse VD layer is rounded to a multiple of `steps`·σ, with the median σ of the kept ones.
 
     The bias has no posterior and feels every input, so its step is half of that. What else the network has is
@@ -46,29 +47,29 @@ class Posterior:
 
 
 BIAS_STEP = 0.5  # of the step of the layer's weights
-Precision = str | int | Posterior
+Precision = str | int | PosteriorSteps
 
 
 def checked(precision: Precision) -> Precision:
     """The precision, or an ArgumentError."""
     if precision == "posterior":
-        return Posterior()
+        return PosteriorSteps()
     whole = isinstance(precision, int) and not isinstance(precision, bool) and 2 <= precision <= 16
-    if precision == "lossless" or whole or isinstance(precision, Posterior):
+    if precision == "lossless" or whole or isinstance(precision, PosteriorSteps):
         return precision
     raise ArgumentError(f'precision={precision!r} must be "lossless", a number of bits from 2 to 16, or "posterior"')
 
 
-def posterior_steps(model: nn.Module, posterior: Posterior) -> dict[str, float]:
-    """The step of every weight and bias of the Sparse VD layers, by name in the pruned network."""
-    steps = {}
-    for name, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, SparseLayer):
-            kept = layer.log_alpha().detach() <= layer.threshold
-            sigma = torch.exp(0.5 * layer.log_sigma2.detach()[kept])
-            step = posterior.steps * sigma.median().item() if len(sigma) else 0.0
-            prefix = f"{name}." if name else ""
-            steps[f"{prefix}weight"], steps[f"{prefix}bias"] = step, step * BIAS_STEP
+def posterior_steps(model: nn.Module, precision: PosteriorSteps) -> dict[str, float]:
+    """The step of every parameter of the Sparse VD layers, by name in the pruned network."""
+    steps: dict[str, float] = {}
+    for name, posterior in named_posteriors(model).items():
+        kept = posterior.log_alpha().detach() <= posterior.threshold
+        sigma = torch.exp(0.5 * posterior.log_sigma2.detach()[kept])
+        steps[name] = precision.steps * sigma.median().item() if len(sigma) else 0.0
+        for other in posterior.layer.others:
+            beside = name.removesuffix(posterior.weight) + other
+            steps[beside] = min(steps.get(beside, math.inf), steps[name] * BIAS_STEP)
     if not steps:
         raise ArgumentError(
             f'precision="posterior" needs a Sparse VD model, and {type(model).__name__} has no Sparse VD layer; give '
@@ -78,7 +79,7 @@ def posterior_steps(model: nn.Module, posterior: Posterior) -> dict[str, float]:
 
 
 def entries_of(
-    state: Mapping[str, Tensor], precision: str | int | Posterior, steps: Mapping[str, float]
+    state: Mapping[str, Tensor], precision: str | int | PosteriorSteps, steps: Mapping[str, float]
 ) -> list[Entry]:
     """The entries of a state_dict. `steps` holds the rounding steps of the posterior by name."""
     entries: list[Entry] = []
@@ -118,7 +119,7 @@ def tensor_of(entry: Entry) -> Tensor:
     return torch.from_numpy(numbers).reshape(entry.shape).to(DTYPES[entry.dtype])
 
 
-def _entry(name: str, dtype: int, tensor: Tensor, precision: str | int | Posterior, step: float | None) -> Entry:
+def _entry(name: str, dtype: int, tensor: Tensor, precision: str | int | PosteriorSteps, step: float | None) -> Entry:
     shape = tuple(tensor.shape)
     if dtype not in FLOATS:
         return Entry(name, dtype, shape, Form.RAW, values=_raw(tensor))

@@ -1,1 +1,27 @@
 """What a weight with noise is: the paper's equations, and the tensors that carry them."""
+
+from sparsevd.posterior.posterior import (
+    THRESHOLD,
+    NoisyModule,
+    Posterior,
+    checked_threshold,
+    is_noisy,
+    named_posteriors,
+    noise_name,
+    noisy_modules,
+    posteriors,
+    required_posteriors,
+)
+
+__all__ = [
+    "THRESHOLD",
+    "NoisyModule",
+    "Posterior",
+    "checked_threshold",
+    "is_noisy",
+    "named_posteriors",
+    "noise_name",
+    "noisy_modules",
+    "posteriors",
+    "required_posteriors",
+]

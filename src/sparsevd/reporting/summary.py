@@ -1,6 +1,7 @@
 """What is left of a network: plain data, layer by layer, and how it prints."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ConversionError
-from sparsevd.layers import SPARSE_TYPES, THRESHOLD, SparseLayer
-from sparsevd.posterior import equations
+from sparsevd.layers import SPARSE_TYPES
+from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, equations, posteriors
 
 
 @dataclass(frozen=True)
@@ -104,37 +105,44 @@ class ModelSummary:
 
 def summary(model: nn.Module) -> ModelSummary:
     """Layer by layer, how many weights are kept: of a Sparse VD network by log α, of a plain one by its zeros."""
-    layers = [
-        summarise_layer(name, type(module).__name__, module.weight, module.log_sigma2, module.threshold)
-        if isinstance(module, SparseLayer)
-        else summarise_layer(name, type(module).__name__, cast(Tensor, module.weight))
-        for name, module in model.named_modules()
-        if isinstance(module, SparseLayer) or _counts(module)
-    ]
-    if not layers:
-        raise ConversionError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to sum up")
-    sparse = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    noise = sum(layer.log_sigma2.numel() for layer in sparse)
+    found = posteriors(model)
+    noisy = {id(each.theta): each for each in found}
+    rows: dict[int, LayerSummary] = {}  # by their tensor, so that tied ones count once
+    for name, module in model.named_modules():
+        for key in _weights(module):
+            weight = cast(Tensor, getattr(module, key))
+            if id(weight) in noisy:
+                rows.setdefault(id(weight), summarise_posterior(noisy[id(weight)]))
+            else:
+                label = name if key == "weight" else f"{name}.{key}"
+                rows.setdefault(id(weight), summarise_layer(label, type(module).__name__, weight))
+    if not rows:
+        raise ConversionError(f"no layer with a Sparse VD twin in {type(model).__name__}; there is nothing to sum up")
+    noise = sum(each.log_sigma2.numel() for each in found)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with torch.no_grad():
-        kl = sum(layer.kl().item() for layer in sparse) if sparse else None
-    weights = {
-        cast(Tensor, module.weight)  # tied ones once
-        for module in model.modules()
-        if isinstance(module, SparseLayer) or _counts(module)
-    }
-    return ModelSummary(tuple(layers), parameters - noise - sum(weight.numel() for weight in weights), kl)
+        kl = sum(each.kl().item() for each in found) if found else None
+    others = parameters - noise - sum(row.weights for row in rows.values())
+    return ModelSummary(tuple(rows.values()), others, kl)
 
 
-def _counts(module: nn.Module) -> bool:
-    return type(module) in SPARSE_TYPES
+def _weights(module: nn.Module) -> Sequence[str]:
+    """The names of the tensors of a module that count as weights: those with noise, or that would get it."""
+    if isinstance(module, NoisyModule):
+        return [posterior.weight for posterior in module.posteriors()]
+    return SPARSE_TYPES[type(module)].weights if type(module) in SPARSE_TYPES else ()
+
+
+def summarise_posterior(posterior: Posterior) -> LayerSummary:
+    kind = type(posterior.layer).__name__
+    return summarise_layer(posterior.label, kind, posterior.theta, posterior.log_sigma2, posterior.threshold)
 
 
 @torch.no_grad()
 def summarise_layer(
     name: str, type_name: str, weight: Tensor, log_sigma2: Tensor | None = None, threshold: float = THRESHOLD
 ) -> LayerSummary:
-    """One layer from its tensors: kept is what the threshold leaves, or without noise what is not zero."""
+    """One tensor of weights: kept is what the threshold leaves, or without noise what is not zero."""
     quantiles = None
     kept = weight
     if log_sigma2 is not None:

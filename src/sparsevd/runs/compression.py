@@ -22,7 +22,8 @@ from sparsevd.conversion import prune, sparsify
 from sparsevd.errors import ArgumentError, CheckpointError, GraphError
 from sparsevd.training.evaluation import Evaluation, evaluate
 from sparsevd.graph import Graph, capture
-from sparsevd.layers import SPARSE_TYPES, SparseLayer
+from sparsevd.posterior import is_noisy
+from sparsevd.layers import SPARSE_TYPES
 from sparsevd.modelfile.container import FRAME, Packed
 from sparsevd.runs.training_run import SUMMARY, RunConfig, build_model, load_data, split
 from sparsevd.training.folder import CHECKPOINT
@@ -120,7 +121,7 @@ def compress(config: CompressConfig) -> Compression:
     model_name, data_name, seed = origin(config, path)
     train, _, test, classes = load_data(RunConfig(data=data_name, data_dir=config.data_dir))
     model = load_model(path, build_model(model_name, classes))
-    pruned = prune(model) if _is_sparse(model) else model
+    pruned = prune(model) if is_noisy(model) else model
     example, _ = next(batches(train, 2, shuffle=False))
     graph = _graph(pruned, example)
 
@@ -196,10 +197,6 @@ def load_model(path: Path, network: nn.Module) -> nn.Module:
     return network
 
 
-def _is_sparse(model: nn.Module) -> bool:
-    return any(isinstance(module, SparseLayer) for module in model.modules())
-
-
 def _graph(pruned: nn.Module, example: Tensor) -> Graph | None:
     """The graph, or None for a network that has none: its file then needs the model's code to be read."""
     try:
@@ -210,12 +207,12 @@ def _graph(pruned: nn.Module, example: Tensor) -> Graph | None:
 
 def _coarsest(
     model: nn.Module, pruned: nn.Module, graph: Graph | None, held_out: Data, max_increase: float
-) -> modelfile.Posterior:
+) -> modelfile.PosteriorSteps:
     """The last of the steps before the first that costs more than it may."""
     limit = _score(evaluate(pruned, held_out)) + max_increase
     chosen = None
     for steps in STEPS:
-        precision = modelfile.Posterior(steps)
+        precision = modelfile.PosteriorSteps(steps)
         data, _ = modelfile.pack(model, precision=precision, graph=graph)
         candidate = modelfile.rebuild(data) if graph else copy.deepcopy(pruned)
         if not graph:

@@ -27,11 +27,11 @@ from sparsevd.files import atomic, json_object, lock
 from sparsevd.zoo import datasets, models
 from sparsevd.training.data import Augmented, Data, batches, checked, size
 from sparsevd.training.checkpoint import load_weights, write_tensors
-from sparsevd.conversion import plan, prune, sparsify
+from sparsevd.conversion import preview, prune, sparsify
 from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.training.evaluation import Evaluation, elbo, evaluate
 from sparsevd.training.loop import FitConfig, fit, fit_dense
-from sparsevd.layers import THRESHOLD
+from sparsevd.posterior import THRESHOLD
 from sparsevd.training.folder import CHECKPOINT, METRICS
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.reporting.summary import ModelSummary, summary
@@ -113,7 +113,7 @@ def _run(
             weight_decay=config.pretrain_weight_decay,
         )
         fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
-    conversion = plan(dense)
+    conversion = preview(dense)
     model = sparsify(dense, threshold=config.threshold, inplace=True)
     n = size(checked(train, "train"), "train")
     say(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsevd import kernels
 from sparsevd.conversion import FAST_PATHS
 from sparsevd.errors import ArgumentError, ConversionError
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import is_noisy
 from sparsevd.runtime.folding import Followers, followers, with_batch_norm
 from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, group_choices
 from sparsevd.runtime.timing import timings
@@ -90,7 +90,7 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
         model: a plain torch network, such as `prune` returns; it is copied.
         example: an input, a tuple of positional arguments, or a dict of named ones.
     """
-    if any(isinstance(module, SparseLayer) for module in model.modules()):
+    if is_noisy(model):
         raise ConversionError("the model still has Sparse VD layers; give sparsevd.prune(model) to accelerate")
     original = copy.deepcopy(model).eval()
     fast = copy.deepcopy(original)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ExportError
 from sparsevd.files import atomic
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import NoisyModule
 
 TOLERANCE = 1e-4  # of the largest output; onnxruntime sums in another order
 _LARGEST = 2**31 - 1  # protobuf holds no more in one file
@@ -47,7 +47,7 @@ def export_onnx(
         raise ExportError(f'{error.name} is not installed; run: pip install "sparsevd[onnx]"') from error
     examples = example if isinstance(example, tuple) else (example,)
     for name, module in model.named_modules():
-        if isinstance(module, SparseLayer):
+        if isinstance(module, NoisyModule):
             raise ExportError(f"{name or 'the model'} is a Sparse VD layer; call sparsevd.prune first")
     if any(not isinstance(value, Tensor) or not value.ndim or not len(value) for value in examples):
         raise ExportError("example must be a tensor, or a tuple of tensors, with the batch as first axis")

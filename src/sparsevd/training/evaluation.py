@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import noisy_modules
 from sparsevd.training.data import Data, batches, checked, size
 from sparsevd.training.objective import kl
 
@@ -44,7 +44,7 @@ def elbo(model: nn.Module, train: Data, loss: Loss = F.cross_entropy, n_train: i
     Only the Sparse VD layers are put in training mode, so that batch normalisation keeps its statistics.
     """
     n = n_train if n_train is not None else size(checked(train, "train"), "train")
-    noisy = [module for module in model.modules() if isinstance(module, SparseLayer)]
+    noisy = noisy_modules(model).values()
     with torch.no_grad():
         return -(n * noisy_loss(model, noisy, train, loss) + kl(model).item())
 

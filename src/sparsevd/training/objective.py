@@ -5,20 +5,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from sparsevd import kernels
-from sparsevd.errors import ArgumentError, ConversionError
-from sparsevd.layers import SparseLayer
+from sparsevd.errors import ArgumentError
+from sparsevd.posterior import required_posteriors
+from sparsevd.posterior.divergence import summed_kl
 
 # β as a function of how far the training is, from 0 (the first step) to 1 (the end).
 BetaSchedule = Callable[[float], float]
-
-
-def sparse_layers(model: nn.Module) -> dict[str, SparseLayer]:
-    """The Sparse VD layers of a model by name, a shared one once."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, SparseLayer)}
-    if not layers:
-        raise ConversionError(f"no Sparse VD layer in {type(model).__name__}; call sparsevd.sparsify first")
-    return layers
 
 
 def kl(model: nn.Module) -> Tensor:
@@ -26,7 +18,7 @@ def kl(model: nn.Module) -> Tensor:
 
     loss = F.cross_entropy(model(x), y) + beta * sparsevd.kl(model) / n_train
     """
-    return kernels.kl([(layer.weight, layer.log_sigma2) for layer in sparse_layers(model).values()])
+    return summed_kl([(each.theta, each.log_sigma2) for each in required_posteriors(model)])
 
 
 def elbo_loss(nll_mean: Tensor, model: nn.Module, *, n_train: int, beta: float = 1.0) -> Tensor:

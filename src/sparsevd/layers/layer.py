@@ -1,0 +1,114 @@
+"""What all Sparse VD layers share: a torch layer whose weights each carry a learned Gaussian noise.
+
+A layer is built from its plain torch twin and takes over its parameters as they are: `weight` is θ, `bias` stays a
+plain parameter without noise, and `log_sigma2` (log σ², float32) is new. In training the output is sampled; in eval
+mode it is the twin's output with every weight of log α > threshold put to zero. `plain()` gives that twin.
+"""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, checked_threshold, noise_name
+
+# Small against a usual weight (σ = 0.018), so that a converted network starts out almost as itself.
+INITIAL_LOG_SIGMA2 = -8.0
+
+
+class SparseLayer(NoisyModule):
+    """A layer with the parameters of its plain twin, and noise on those that `weights` names."""
+
+    plain_type: ClassVar[type[nn.Module]]
+    options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
+    weights: ClassVar[tuple[str, ...]] = ("weight",)  # parameters that carry noise ...
+    others: ClassVar[tuple[str, ...]] = ("bias",)  # ... and those that do not
+
+    weight: Tensor
+    bias: Tensor | None
+    log_sigma2: Tensor
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        *,
+        threshold: float = THRESHOLD,
+        initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
+        variance_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        for option in self.options:
+            setattr(self, option, getattr(twin, option))
+        for name in (*self.weights, *self.others):
+            self.register_parameter(name, cast(nn.Parameter | None, getattr(twin, name)))
+        self.threshold = checked_threshold(threshold)
+        self.initial_log_sigma2 = initial_log_sigma2
+        # Of A² and σ² in δ = A²·σ²; None: that of log σ², or where it is faster and `fit` found the CPU fit for it ...
+        self.variance_dtype = variance_dtype
+        self.bfloat16_where_faster = False  # ... bfloat16
+        for name in self.weights:
+            weight = self.get_parameter(name)
+            # Half precision is too coarse for log σ², which Adam moves in small steps.
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            noise = torch.full_like(weight, initial_log_sigma2, dtype=wide)
+            # A frozen layer stays frozen as a whole.
+            self.register_parameter(noise_name(name), nn.Parameter(noise, requires_grad=weight.requires_grad))
+        self.train(twin.training)
+
+    @classmethod
+    def refusal(cls, twin: nn.Module) -> str:
+        """Why this very module of the plain type cannot be converted, or an empty string."""
+        return ""
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The twin's output: sampled in training mode, with pruned weights in eval mode."""
+
+    def posteriors(self) -> Sequence[Posterior]:
+        return [Posterior(self, name, contractible=self.can_contract()) for name in self.weights]
+
+    def can_contract(self) -> bool:
+        """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""
+        return False
+
+    def pruned_weight(self) -> Tensor:
+        """The weight as eval mode uses it."""
+        return Posterior(self).pruned()
+
+    def plain(self, threshold: float | None = None) -> nn.Module:
+        """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""
+        twin = self.plain_type(**{option: getattr(self, option) for option in self.options}, **self.arguments())
+        for posterior in self.posteriors():
+            pruned = posterior.pruned(threshold).detach()
+            twin.register_parameter(posterior.weight, nn.Parameter(pruned, posterior.theta.requires_grad))
+        for name in self.others:
+            twin.register_parameter(name, copy.deepcopy(cast(nn.Parameter | None, getattr(self, name))))
+        return twin.train(self.training)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the twin's constructor takes beside the options; its own parameters are replaced, so they take no room."""
+        return {"bias": self.bias is not None, "device": "meta"}
+
+    def reset_parameters(self) -> None:
+        """Fresh weights as the plain twin would draw them, and fresh noise: for layers made on the meta device."""
+        cast(Any, self.plain_type).reset_parameters(self)
+        for posterior in self.posteriors():
+            nn.init.constant_(posterior.log_sigma2, self.initial_log_sigma2)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Move or cast the parameters, as `.to()` and `.half()` do; log σ² never becomes narrower than float32."""
+        before = {posterior.noise: posterior.log_sigma2.detach() for posterior in self.posteriors()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, noise in before.items():
+            now = self.get_parameter(name)
+            if now.dtype.itemsize < 4:
+                now.data = noise.to(now.device, torch.float32)
+        return self
+
+    def extra_repr(self) -> str:
+        settings = {option: getattr(self, option) for option in self.options}
+        settings |= {name: getattr(self, name) is not None for name in self.others} | {"threshold": self.threshold}
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -1,0 +1,51 @@
+"""Layers whose output is linear in the weight: the noise is drawn per output (local reparametrisation, eq. 17, 18)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError
+from sparsevd.layers.layer import SparseLayer
+from sparsevd.layers.linear_map import LinearMap
+from sparsevd.layers.sampling import NoisyWeight, sample, sample_part, worth_bfloat16
+
+
+@dataclass(frozen=True)
+class Part:
+    """The inputs and units of a layer that still have weights; the layer's weight is then that part of the whole."""
+
+    inputs: Tensor
+    units: Tensor
+    width: int  # inputs of the whole layer
+    size: int  # its units
+
+
+class ProductLayer(SparseLayer):
+    """The forward equation, written once; each family calls `output` with its linear map."""
+
+    def __init__(self, twin: nn.Module, **settings: Any):
+        super().__init__(twin, **settings)
+        self.part: Part | None = None  # set while `contraction` has made the weight smaller
+
+    def output(self, input: Tensor, linear_map: LinearMap) -> Tensor:
+        """γ + √δ·ε in training mode, the product with the pruned weight in eval mode."""
+        if not self.training:
+            return linear_map.product(input, self.pruned_weight(), self.bias)
+        noisy = NoisyWeight(self.weight, self.bias, self.log_sigma2, self._variance_dtype(input, linear_map))
+        if self.part is None:
+            return sample(linear_map, input, noisy)
+        if input.shape[linear_map.channel] != self.part.width:  # any wider input would be read in part
+            raise ArgumentError(
+                f"the layer takes {self.part.width} inputs, and its input of shape {tuple(input.shape)} has "
+                f"{input.shape[linear_map.channel]}"
+            )
+        return sample_part(linear_map, input, noisy, self.part.inputs, self.part.units, self.part.size)
+
+    def _variance_dtype(self, input: Tensor, linear_map: LinearMap) -> torch.dtype:
+        if self.variance_dtype is not None:
+            return self.variance_dtype
+        if self.bfloat16_where_faster and worth_bfloat16(linear_map, input, self.weight):
+            return torch.bfloat16
+        return self.log_sigma2.dtype

@@ -1,0 +1,160 @@
+"""A tensor of weights with noise. Whoever trains, counts, cuts or writes weights iterates `posteriors(model)`.
+
+A layer declares its posteriors; nobody else needs to know how many it has, or what its parameters are called. In their
+names "weight" becomes "log_sigma2": `weight` → `log_sigma2`, `weight_hh_l0` → `log_sigma2_hh_l0`.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError, ConversionError
+from sparsevd.posterior import equations
+from sparsevd.posterior.divergence import summed_kl
+
+# log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
+THRESHOLD = 3.0
+# log σ² of a weight that was dropped for good: no noise, and with θ = 0 a log α above any threshold.
+DROPPED_LOG_SIGMA2 = -60.0
+
+
+def checked_threshold(threshold: float) -> float:
+    """The threshold as a float; NaN compares false with everything and would prune nothing without a word."""
+    if math.isnan(threshold):
+        raise ArgumentError("threshold is NaN; give a number, such as the paper's 3.0")
+    return float(threshold)
+
+
+def noise_name(weight: str) -> str:
+    """What the parameter of log σ² is called, beside the weight of this name."""
+    return weight.replace("weight", "log_sigma2")
+
+
+class NoisyModule(nn.Module, ABC):
+    """A module that holds tensors of weights with noise, and draws that noise in training mode."""
+
+    threshold: float
+    others: ClassVar[tuple[str, ...]]  # names of the parameters without noise
+
+    @abstractmethod
+    def posteriors(self) -> Sequence["Posterior"]:
+        """Each tensor of weights with noise, once."""
+
+
+@final
+class Posterior:
+    """q(w) = N(θ, σ²) of one tensor of weights (eq. 11), as its layer holds it.
+
+    A view of the layer's parameters: they are looked up each time, so it stays right when they are moved, cast or
+    exchanged for smaller ones.
+
+    Args:
+        layer: the module that holds the parameters.
+        weight: the name of θ there.
+        contractible: θ is [unit, input, ...], and the layer can compute without some of its units and inputs.
+
+    `name` is that of θ in the whole model, once `posteriors` has found it there.
+    """
+
+    def __init__(self, layer: NoisyModule, weight: str = "weight", *, contractible: bool = False):
+        self.layer, self.weight, self.noise, self.contractible = layer, weight, noise_name(weight), contractible
+        self.name = weight
+
+    @property
+    def theta(self) -> Tensor:
+        return cast(Tensor, getattr(self.layer, self.weight))
+
+    @property
+    def log_sigma2(self) -> Tensor:
+        return cast(Tensor, getattr(self.layer, self.noise))
+
+    @property
+    def threshold(self) -> float:
+        return self.layer.threshold
+
+    @property
+    def label(self) -> str:
+        """What people call it: the layer's name where the layer has one weight, else the name of θ."""
+        return self.name.rpartition(".")[0] if self.weight == "weight" else self.name
+
+    @property
+    def frozen(self) -> bool:
+        """Neither θ nor its noise is trained."""
+        return not (self.theta.requires_grad or self.log_sigma2.requires_grad)
+
+    def kl(self) -> Tensor:
+        """KL(q ‖ p), a scalar (eq. 14)."""
+        return summed_kl([(self.theta, self.log_sigma2)])
+
+    def log_alpha(self) -> Tensor:
+        """log α of every weight."""
+        return equations.log_alpha(self.theta, self.log_sigma2)
+
+    def pruned(self, threshold: float | None = None) -> Tensor:
+        """θ with exact zeros where log α exceeds the threshold, the layer's own by default."""
+        limit = self.threshold if threshold is None else checked_threshold(threshold)
+        return equations.pruned(self.theta, self.log_sigma2, limit)
+
+    @torch.no_grad()
+    def kept(self, threshold: float | None = None) -> Tensor:
+        """True for every weight that pruning would leave."""
+        return self.pruned(threshold) != 0
+
+    @torch.no_grad()
+    def drop(self, which: Tensor) -> None:
+        """Make these weights zero for good: θ = 0, and σ = 0 up to rounding.
+
+        Training must then keep θ there, by multiplying it with `alive()` after each step.
+        """
+        self.theta.masked_fill_(which, 0)
+        self.log_sigma2.masked_fill_(which, DROPPED_LOG_SIGMA2)
+
+    @torch.no_grad()
+    def alive(self) -> Tensor:
+        """False for every weight that was dropped for good."""
+        return (self.theta != 0) | (self.log_sigma2 > DROPPED_LOG_SIGMA2 + 1)
+
+    @torch.no_grad()
+    def inputs_and_units(self) -> list[int]:
+        """How many columns and how many rows have a weight that is kept; of one group for a grouped layer."""
+        kept = self.kept()
+        kept = kept.flatten(2).any(2) if kept.ndim > 2 else kept
+        return [int(kept.any(0).sum()), int(kept.any(1).sum())]
+
+
+def named_posteriors(model: nn.Module) -> dict[str, Posterior]:
+    """The posteriors of all layers under every name that their θ has in the model; `name` of each is its first."""
+    first: dict[tuple[int, int], Posterior] = {}
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for each in module.posteriors() if isinstance(module, NoisyModule) else ():
+            each.name = f"{prefix}.{each.weight}" if prefix else each.weight
+            found[each.name] = first.setdefault((id(each.theta), id(each.log_sigma2)), each)
+    return found
+
+
+def posteriors(model: nn.Module) -> list[Posterior]:
+    """The posteriors of all layers of a model, each once, also where modules or parameters are shared."""
+    return [each for name, each in named_posteriors(model).items() if name == each.name]
+
+
+def required_posteriors(model: nn.Module) -> list[Posterior]:
+    """The same, for those who cannot do without: a plain network is a mistake of the caller's."""
+    found = posteriors(model)
+    if not found:
+        raise ConversionError(f"no Sparse VD layer in {type(model).__name__}; call sparsevd.sparsify first")
+    return found
+
+
+def noisy_modules(model: nn.Module) -> dict[str, NoisyModule]:
+    """The modules that draw noise in training mode, by name; a shared one once."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, NoisyModule)}
+
+
+def is_noisy(model: nn.Module) -> bool:
+    """Whether a network has a layer of Sparse VD."""
+    return any(isinstance(module, NoisyModule) for module in model.modules())
