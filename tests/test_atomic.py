@@ -11,7 +11,7 @@ import torch
 
 from sparsevd.errors import WriteError
 from sparsevd.files import atomic, lock
-from sparsevd.training.checkpoint import read_tensors, write_tensors
+from sparsevd.files.tensors import read_tensors, write_tensors
 
 
 def names(folder):

@@ -16,9 +16,10 @@ from torch import nn
 
 import sparsevd
 from sparsevd.errors import CheckpointError, FormatError, SparseVDError, WriteError
+from sparsevd.files.tensors import DTYPES, little_endian, read_tensors, write_tensors
 from sparsevd.layers import INITIAL_LOG_SIGMA2
 from sparsevd.runs.checkpoint_info import info, prune_file
-from sparsevd.training.checkpoint import DTYPES, Checkpoint, little_endian, load_weights, read_tensors, write_tensors
+from sparsevd.training.checkpoint import Checkpoint, load_weights
 from sparsevd.training.folder import RunFolder, State
 from sparsevd.training.history import EpochMetrics, History
 from sparsevd.training.optimizer import BoundAdam

@@ -13,11 +13,12 @@ from torch import nn
 import sparsevd
 from sparsevd import graph, modelfile
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
+from sparsevd.files.tensors import write_tensors
 from sparsevd.layers import SparseLayer
 from sparsevd.runs import compression
 from sparsevd.runs.checkpoint_info import info
 from sparsevd.runs.compression import CompressConfig
-from sparsevd.training.checkpoint import Checkpoint, write_tensors
+from sparsevd.training.checkpoint import Checkpoint
 
 USER_CODE = """
     import torch

@@ -244,7 +244,9 @@ def test_posterior_rounds_by_sigma():
 
 def test_coarser_is_smaller():
     model = trained_posterior()
-    sizes = [len(modelfile.pack(model, precision=p)[0]) for p in ("lossless", modelfile.PosteriorSteps(0.5), "posterior", 2)]
+    sizes = [
+        len(modelfile.pack(model, precision=p)[0]) for p in ("lossless", modelfile.PosteriorSteps(0.5), "posterior", 2)
+    ]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
 

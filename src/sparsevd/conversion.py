@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
@@ -277,7 +277,9 @@ def _extras(module: nn.Module) -> list[str]:
         *module._modules,
     ]
     own = SPARSE_TYPES[type(module)]
-    return [name for name in named if name not in (*own.weights, *own.others)] + ["forward"] * ("forward" in module.__dict__)
+    return [name for name in named if name not in (*own.weights, *own.others)] + ["forward"] * (
+        "forward" in module.__dict__
+    )
 
 
 def _swap(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -32,9 +32,10 @@ from fuzz.trial import Trial
 from sparsevd import modelfile
 from sparsevd.errors import WriteError
 from sparsevd.files import atomic
+from sparsevd.files.tensors import read_tensors, write_tensors
 from sparsevd.graph import capture
 from sparsevd.runtime.c_export import export_c
-from sparsevd.training.checkpoint import Checkpoint, read_tensors, write_tensors
+from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.training.folder import RunFolder, State
 from sparsevd.training.optimizer import BoundAdam
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from sparsevd.baselines.noise import noisy_outputs, product
 from sparsevd.baselines.training import Method, Outcome, Training, check, weight_layers
 from sparsevd.conversion import DROPOUT_TYPES
-from sparsevd.layers import THRESHOLD
-from sparsevd.posterior import equations
+from sparsevd.posterior import THRESHOLD, equations
 from sparsevd.training.evaluation import noisy_loss
 from sparsevd.training.objective import warm_up
 

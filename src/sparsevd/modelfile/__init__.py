@@ -18,7 +18,6 @@ from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture, to_module
 from sparsevd.graph.cost import footprint
 from sparsevd.graph.relevance import relevant
-from sparsevd.posterior import is_noisy
 from sparsevd.modelfile.container import FREE_VALUES, Entry, Form, Packed, allowed_bytes, decode, encode
 from sparsevd.modelfile.description import described, graph_of
 from sparsevd.modelfile.quantisation import (
@@ -30,6 +29,7 @@ from sparsevd.modelfile.quantisation import (
     posterior_steps,
     tensor_of,
 )
+from sparsevd.posterior import is_noisy
 
 SUFFIX = ".spvd"
 
