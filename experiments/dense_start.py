@@ -28,9 +28,9 @@ from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.runs.training_run import split
 from sparsevd.training.data import Augmented, Data, batches
 from sparsevd.training.evaluation import evaluate, wrong
-from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics
-from sparsevd.training.loop import DECAYS
+from sparsevd.training.recipes import DECAYS
 from sparsevd.zoo.datasets import load
 from sparsevd.zoo.models import MODELS
 
@@ -128,7 +128,7 @@ def train(
     model.to(memory_format=torch.channels_last)
     optimizer = setting.build(model)
     settings = {**asdict(setting), "net": work.net, "data": work.data, "epochs": work.epochs, "seed": work.seed}
-    run_folder = RunFolder(folder, {**settings, "n_train": n})
+    run_folder = TrainingFolder(folder, {**settings, "n_train": n})
     state, rng = run_folder.restore(model, optimizer)
     bfloat16 = multiplies_bfloat16()
     with _interruptible() as interrupt:

@@ -23,7 +23,7 @@ from sparsevd.layers import SparseLayer
 from sparsevd.posterior import equations
 from sparsevd.reporting.summary import summary
 from sparsevd.training.evaluation import elbo, evaluate
-from sparsevd.training.loop import FitConfig
+from sparsevd.training.recipes import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPARSE = ["pruning", "surgery", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]

@@ -20,7 +20,7 @@ from sparsevd.files.tensors import DTYPES, little_endian, read_tensors, write_te
 from sparsevd.layers import INITIAL_LOG_SIGMA2
 from sparsevd.runs.checkpoint_info import info, prune_file
 from sparsevd.training.checkpoint import Checkpoint, load_weights
-from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics, History
 from sparsevd.training.optimizer import BoundAdam
 
@@ -382,7 +382,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, two_e
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = BoundAdam(model, CONFIG.learning_rate)
     with pytest.raises(CheckpointError, match=message) as error:
-        RunFolder(tmp_path, SETTINGS).restore(model, optimizer)
+        TrainingFolder(tmp_path, SETTINGS).restore(model, optimizer)
     assert str(tmp_path) in str(error.value)
     assert isinstance(error.value, FormatError)
     assert not optimizer.state
@@ -397,7 +397,7 @@ def test_states_of_the_generator_that_occur_are_accepted(tmp_path, two_epochs):
         checkpoint.rng = generator.get_state()
         checkpoint.save(tmp_path / "checkpoint.safetensors")
         model = small_model()
-        RunFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+        TrainingFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def as_format_1(folder):
     """What the first format wrote for the same run."""
     checkpoint = Checkpoint.load(folder / "checkpoint.safetensors")
     model = small_model()
-    state, _ = RunFolder(folder, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    state, _ = TrainingFolder(folder, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
     progress = {"settings": checkpoint.progress["settings"], "state": dict(checkpoint.progress["state"])}
     progress["state"]["history"] = [asdict(metrics) for metrics in state.history]
     about = {"format": 1, "layers": checkpoint.layers, "buffers": checkpoint.buffers, "progress": progress}
@@ -502,7 +502,7 @@ def test_metrics_are_put_right_from_the_checkpoint(tmp_path, two_epochs, damage)
     if damaged is not None:
         path.write_bytes(damaged)
     model = small_model()
-    RunFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    TrainingFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
     assert path.read_bytes() == whole
 
 
@@ -522,7 +522,7 @@ def test_a_long_history_is_resumed_and_saved_in_under_a_second(tmp_path, two_epo
     checkpoint = copied(two_epochs, tmp_path)
     epochs = 100_000
     model = small_model()
-    state, _ = RunFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    state, _ = TrainingFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
     rows = {name: part[:1].repeat(epochs, *[1] * (part.ndim - 1)) for name, part in state.history.tensors().items()}
     rows["numbers"][:, 0] = torch.arange(1, epochs + 1)
     history = History(rows["numbers"], rows["known"], rows["alive"], state.history.layers)
@@ -538,7 +538,7 @@ def test_a_long_history_is_resumed_and_saved_in_under_a_second(tmp_path, two_epo
     checkpoint.save(tmp_path / "checkpoint.safetensors")
 
     optimizer = BoundAdam(model, CONFIG.learning_rate)
-    folder = RunFolder(tmp_path, SETTINGS | {"epochs": epochs + 2})
+    folder = TrainingFolder(tmp_path, SETTINGS | {"epochs": epochs + 2})
     begun = time.process_time()
     state, _ = folder.restore(model, optimizer)
     assert time.process_time() - begun < 1

@@ -20,8 +20,8 @@ from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, Div
 from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.training.data import Augmented, batches
 from sparsevd.training.evaluation import wrong
-from sparsevd.training.loop import DECAYS
 from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.recipes import DECAYS
 
 FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
 FEW = sparsevd.FitConfig(epochs=4, batch_size=50)
@@ -192,7 +192,7 @@ def test_bfloat16_is_chosen_by_size_and_kept_for_resume(tmp_path, monkeypatch):
     assert way == chosen
     assert set(trained(False)[1].values()) == {torch.float32}
     with monkeypatch.context() as patch:
-        patch.setattr(fit.RunFolder, "save", stopped_after(fit.RunFolder.save, 1))
+        patch.setattr(fit.TrainingFolder, "save", stopped_after(fit.TrainingFolder.save, 1))
         with pytest.raises(KeyboardInterrupt):
             trained(True, run_dir=tmp_path)
     resumed, way = trained(False, run_dir=tmp_path, resume=True)

@@ -14,8 +14,9 @@ from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
 from sparsevd.training.evaluation import elbo, evaluate
-from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
+from sparsevd.training.recipes import FitConfig
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ import typer
 
 from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
 from sparsevd.runs.training_run import RunConfig
-from sparsevd.training.loop import FitConfig
+from sparsevd.training.recipes import FitConfig
 
 app = typer.Typer(
     no_args_is_help=True,

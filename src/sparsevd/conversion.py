@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
-from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
+from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES
 from sparsevd.posterior import (
     THRESHOLD,
     NoisyModule,
@@ -70,8 +70,7 @@ class Conversion:
         """What a user should know: a line for each layer that stays dense, and for each that cannot learn."""
         lines = [f"left dense: {name}: {reason}" for name, reason in self.skipped.items()]
         return lines + [
-            f"frozen: {name}: its weights do not require gradients, so neither they nor their noise will change, and it "
-            "keeps every weight"
+            f"frozen: {name}: its weights require no gradient, so neither they nor their noise change, and all stay"
             for name in self.frozen
         ]
 
@@ -171,7 +170,7 @@ def sparsify(
                 layer, threshold=threshold, initial_log_sigma2=initial_log_sigma2, variance_dtype=variance_dtype
             )
     for name in conversion.dropout_removed:
-        model.get_submodule(name).p = 0.0  # not Identity: models read p
+        cast(nn.Dropout, model.get_submodule(name)).p = 0.0  # not Identity: models read p
     model = _swap(model, swaps)
     _leave_fast_paths(model)
     return model
@@ -193,7 +192,7 @@ def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = F
     required_posteriors(model)  # says so if there are none
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in noisy_modules(model).items():
-        swaps[layer] = cast(SparseLayer, layer).plain(threshold)
+        swaps[layer] = layer.plain(threshold)
         for posterior in layer.posteriors():
             left = swaps[layer].get_parameter(posterior.weight)
             if not left.is_meta and not torch.any(left):

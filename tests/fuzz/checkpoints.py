@@ -28,9 +28,10 @@ from sparsevd.runs.checkpoint_info import info, prune_file
 from sparsevd.runs.compression import CompressConfig, load_model, origin
 from sparsevd.runs.restore import restore
 from sparsevd.training.checkpoint import Checkpoint, load_weights
-from sparsevd.training.folder import CHECKPOINT, RunFolder
-from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.training.folder import CHECKPOINT, TrainingFolder
+from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.recipes import FitConfig
 
 CONFIG = FitConfig(epochs=4, batch_size=10, drop_from=0.5, drop_patience=2, warm_up_end=0.25, channels_last=False)
 N = 30
@@ -149,7 +150,7 @@ def in_format_1(file: File) -> File:
 
 def restored(folder: Path, file: File, model: nn.Module) -> tuple[Any, BoundAdam]:
     optimizer = BoundAdam(model, CONFIG.learning_rate)
-    state, _ = RunFolder(folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
+    state, _ = TrainingFolder(folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
     return state, optimizer
 
 
@@ -360,7 +361,7 @@ class Readers:
         optimizer = BoundAdam(model, CONFIG.learning_rate)
         refused = True
         with self.trial.one(f"restore run {described}", CheckpointError):
-            RunFolder(self.folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
+            TrainingFolder(self.folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
             refused = False
         if not refused:
             self.trial.count("restored")

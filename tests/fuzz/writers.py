@@ -36,7 +36,7 @@ from sparsevd.files.tensors import read_tensors, write_tensors
 from sparsevd.graph import capture
 from sparsevd.runtime.c_export import export_c
 from sparsevd.training.checkpoint import Checkpoint
-from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.optimizer import BoundAdam
 
 BYTES = 2_000_000  # of a save, at the least
@@ -391,7 +391,7 @@ def file_writers() -> dict[str, Callable[[Path, int], object]]:
 
     def save_run(folder: Path, version: int) -> None:
         model = sparse[version]
-        RunFolder(folder, {}).save(model, BoundAdam(model, 1e-3), State(epoch=version))
+        TrainingFolder(folder, {}).save(model, BoundAdam(model, 1e-3), State(epoch=version))
 
     return {
         "text": lambda folder, version: atomic.write(folder / "summary.json", f"{version}" * 3000),

@@ -18,7 +18,8 @@ from torch import nn
 from sparsevd.baselines.training import Method, Outcome, Training
 from sparsevd.conversion import prune, sparsify
 from sparsevd.training.evaluation import elbo
-from sparsevd.training.loop import FitConfig, fit
+from sparsevd.training.loop import fit
+from sparsevd.training.recipes import FitConfig
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch.func import functional_call
 
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.layers import SPARSE_TYPES
-from sparsevd.training.data import Data, batches, checked
+from sparsevd.training.data import Data, batches, checked, number_of_examples
 from sparsevd.training.evaluation import Loss
-from sparsevd.training.loop import DECAYS, number_of_examples
-from sparsevd.training.progress import choose
+from sparsevd.training.progress import Moment, display
+from sparsevd.training.recipes import DECAYS
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Training:
             raise ArgumentError(f"{self.spent} of {self.epochs} epochs are spent; {epochs} more are not in the budget")
         base = [group["lr"] for group in optimizer.param_groups]
         model.train()
-        with choose(self.progress) as progress:
+        with display(self.progress) as shown:
             for epoch in range(epochs):
                 torch.manual_seed(self.seed * 1_000_003 + self.spent)
                 seen, total = 0, 0.0
@@ -126,14 +126,16 @@ class Training:
                         after_step(done)
                     seen += len(y)
                     total += nll.item() * len(y)
-                    description = f"epoch {self.spent + 1}/{self.epochs}  loss {total / seen:.3f}"
-                    progress.step((self.spent + min(1.0, seen / self.n)) / self.epochs, description)
+                    text = f"epoch {self.spent + 1}/{self.epochs}  loss {total / seen:.3f}"
+                    over = (self.spent + min(1.0, seen / self.n)) / self.epochs
+                    moment = Moment(over, self.spent + 1, seen // self.batch_size, text)
+                    shown.on_step(moment)
                 if not seen:
                     raise ArgumentError(f"train gave no batch in epoch {self.spent + 1}")
                 if not all(parameter.isfinite().all() for parameter in model.parameters()):
                     raise DivergenceError(f"training diverged in epoch {self.spent + 1}; lower the learning rate")
                 self.spent += 1
-                progress.epoch(description)
+                shown.on_epoch(moment)
         model.eval()
 
 

@@ -89,7 +89,7 @@ class SparseLayer(NoisyModule):
         return twin.train(self.training)
 
     def arguments(self) -> dict[str, Any]:
-        """What the twin's constructor takes beside the options; its own parameters are replaced, so they take no room."""
+        """What the twin's constructor takes beside the options; on meta its parameters, soon replaced, take no room."""
         return {"bias": self.bias is not None, "device": "meta"}
 
     def reset_parameters(self) -> None:

@@ -22,7 +22,7 @@ from sparsevd.modelfile.container import FREE_VALUES, Entry, Form, Packed, allow
 from sparsevd.modelfile.description import described, graph_of
 from sparsevd.modelfile.quantisation import (
     DTYPES,
-    Posterior,
+    PosteriorSteps,
     Precision,
     checked,
     entries_of,
@@ -35,7 +35,7 @@ SUFFIX = ".spvd"
 
 __all__ = [
     "SUFFIX",
-    "Posterior",
+    "PosteriorSteps",
     "Precision",
     "load",
     "pack",
@@ -78,7 +78,7 @@ def pack(
 ) -> tuple[bytes, Packed]:
     """The bytes of the file that `save` writes, and what its parts cost. `graph` saves capturing it from `example`."""
     precision = checked(precision)
-    steps = posterior_steps(model, precision) if isinstance(precision, Posterior) else {}
+    steps = posterior_steps(model, precision) if isinstance(precision, PosteriorSteps) else {}
     if is_noisy(model):
         model = prune(model)
     state = dict(model.state_dict())

@@ -34,15 +34,26 @@ def noise_name(weight: str) -> str:
     return weight.replace("weight", "log_sigma2")
 
 
+def label_of(name: str) -> str:
+    """What people call the weight of this name: by its layer, where that has only one."""
+    return name.removesuffix("weight").removesuffix(".") if name.rpartition(".")[2] == "weight" else name
+
+
 class NoisyModule(nn.Module, ABC):
     """A module that holds tensors of weights with noise, and draws that noise in training mode."""
 
     threshold: float
+    variance_dtype: torch.dtype | None  # in which δ is computed; None: as the module likes, or bfloat16 if that ...
+    bfloat16_where_faster: bool  # ... is allowed and faster
     others: ClassVar[tuple[str, ...]]  # names of the parameters without noise
 
     @abstractmethod
     def posteriors(self) -> Sequence["Posterior"]:
         """Each tensor of weights with noise, once."""
+
+    @abstractmethod
+    def plain(self, threshold: float | None = None) -> nn.Module:
+        """The module without noise, with exact zeros beyond the threshold, its own by default."""
 
 
 @final
@@ -78,13 +89,12 @@ class Posterior:
 
     @property
     def label(self) -> str:
-        """What people call it: the layer's name where the layer has one weight, else the name of θ."""
-        return self.name.rpartition(".")[0] if self.weight == "weight" else self.name
+        """What people call it."""
+        return label_of(self.name)
 
-    @property
-    def frozen(self) -> bool:
-        """Neither θ nor its noise is trained."""
-        return not (self.theta.requires_grad or self.log_sigma2.requires_grad)
+    def noise_beside(self, name: str) -> str:
+        """The name of log σ² in the model, where θ has this name."""
+        return name.removesuffix(self.weight) + self.noise
 
     def kl(self) -> Tensor:
         """KL(q ‖ p), a scalar (eq. 14)."""

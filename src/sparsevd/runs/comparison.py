@@ -20,7 +20,7 @@ from sparsevd.files import atomic, lock
 from sparsevd.reporting.summary import summary
 from sparsevd.runs.training_run import RunConfig, build_model, load_data, make_folder, try_one_batch
 from sparsevd.training.evaluation import evaluate
-from sparsevd.training.loop import FitConfig
+from sparsevd.training.recipes import FitConfig
 
 RECORDS = "compare.json"
 

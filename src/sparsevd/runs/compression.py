@@ -185,14 +185,15 @@ def load_model(path: Path, network: nn.Module) -> nn.Module:
         load_weights(network, path)
         return network
     checkpoint = Checkpoint.of(tensors, metadata, path)
-    if checkpoint.layers:
+    if checkpoint.posteriors:
+        thresholds = {name.rpartition(".")[0]: known["threshold"] for name, known in checkpoint.posteriors.items()}
         modules = dict(network.named_modules(remove_duplicate=False))
-        unknown = [name for name in checkpoint.layers if type(modules.get(name)) not in SPARSE_TYPES]
+        unknown = [name for name in thresholds if type(modules.get(name)) not in SPARSE_TYPES]
         if unknown:
             raise CheckpointError(f"{path} belongs to another network: that has no layer {', '.join(unknown[:5])}")
-        network = sparsify(network, include=list(checkpoint.layers), inplace=True)
-        for name, layer in checkpoint.layers.items():
-            network.get_submodule(name).threshold = layer["threshold"]
+        network = sparsify(network, include=list(thresholds), inplace=True)
+        for name, threshold in thresholds.items():
+            network.get_submodule(name).threshold = threshold
     check_fit(checkpoint.model, dict(network.state_dict()), f"{path} belongs to another network")
     network.load_state_dict(checkpoint.model)
     return network

@@ -34,7 +34,8 @@ from sparsevd.training.checkpoint import load_weights
 from sparsevd.training.data import Augmented, Data, batches, checked, size
 from sparsevd.training.evaluation import Evaluation, elbo, evaluate
 from sparsevd.training.folder import CHECKPOINT, METRICS
-from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.training.loop import fit, fit_dense
+from sparsevd.training.recipes import FitConfig
 from sparsevd.zoo import datasets, models
 
 RUN = "run.json"

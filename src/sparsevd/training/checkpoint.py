@@ -12,12 +12,14 @@ from torch import Tensor
 from sparsevd.errors import CheckpointError, SparseVDError
 from sparsevd.files.json_object import is_whole, parse, shown
 from sparsevd.files.tensors import read_tensors, write_tensors
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import named_posteriors
 
-# Of what can be read; the last is what is written. In format 1 the history of training is in the description.
-FORMATS = (1, 2)
+# Of what can be read; the last is what is written. In format 1 the history of training is in the description. In 1 and
+# 2 layers are described instead of posteriors, and what the schedule counts is among the optimizer's numbers.
+FORMATS = (1, 2, 3)
 KEY = "sparsevd"  # of the description, in a file's metadata
-_MODEL, _OPTIMIZER, _HISTORY, _RNG = "model.", "optimizer.", "history.", "rng"
+_MODEL, _OPTIMIZER, _SCHEDULE, _HISTORY, _RNG = "model.", "optimizer.", "schedule.", "history.", "rng"
+_EPOCHS_ABOVE = "epochs_above"  # the schedule's counter in formats 1 and 2
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _Kind = TypeVar("_Kind")
@@ -27,17 +29,20 @@ _Kind = TypeVar("_Kind")
 class Checkpoint:
     """Everything that training needs to go on.
 
-    model: the state_dict; optimizer: "<parameter>/<Adam's name>" → tensor; rng: the state of torch's generator, for a
-    checkpoint inside an epoch; layers: name → type, threshold and first name of each Sparse VD layer; buffers: which of
-    the model's tensors are not parameters; progress: what `fit` keeps, as JSON holds it; history: what it keeps as
-    tensors; format: the one that it was read in.
+    model: the state_dict; optimizer: "<parameter>/<Adam's name>" → tensor; schedule: its state_dict; rng: the state of
+    torch's generator, for a checkpoint inside an epoch; posteriors: name of θ → name of its log σ², threshold, type of
+    the layer, and `of`, the first name where a tensor has several; buffers: which of the model's tensors are not
+    parameters; aliases: which are parameters under a second name; progress: what `fit` keeps, as JSON holds it;
+    history: what it keeps as tensors; format: the one that it was read in.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
+    schedule: dict[str, Tensor] = field(default_factory=dict)
     rng: Tensor | None = None
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    posteriors: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
+    aliases: list[str] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Tensor] = field(default_factory=dict)
     format: int = FORMATS[-1]
@@ -45,15 +50,22 @@ class Checkpoint:
     def save(self, path: Path) -> None:
         tensors = {_MODEL + key: tensor for key, tensor in self.model.items()}
         tensors |= {_OPTIMIZER + key: tensor for key, tensor in self.optimizer.items()}
+        tensors |= {_SCHEDULE + key: tensor for key, tensor in self.schedule.items()}
         tensors |= {_HISTORY + key: tensor for key, tensor in self.history.items()}
         if self.rng is not None:
             tensors[_RNG] = self.rng
-        about = {"format": FORMATS[-1], "layers": self.layers, "buffers": self.buffers, "progress": self.progress}
+        about = {
+            "format": FORMATS[-1],
+            "posteriors": self.posteriors,
+            "buffers": self.buffers,
+            "aliases": self.aliases,
+            "progress": self.progress,
+        }
         write_tensors(path, tensors, {KEY: json.dumps(about)})
 
     def plain(self) -> dict[str, Tensor]:
         """The tensors of the plain network: all but the noise of its Sparse VD layers."""
-        noise = {f"{name}.log_sigma2" if name else "log_sigma2" for name in self.layers}
+        noise = {each["noise"] for each in self.posteriors.values()}
         return {key: tensor for key, tensor in self.model.items() if key not in noise}
 
     @classmethod
@@ -72,56 +84,75 @@ class Checkpoint:
                 f"{path} has format {shown(version)}; this version of sparsevd reads formats "
                 f"{' and '.join(map(str, FORMATS))}. Read it with the version that wrote it"
             )
+        if version < 3:
+            about |= _from_layers(_entry(about, "layers", dict, path), path)
         checkpoint = cls(
             model=_part(tensors, _MODEL),
             optimizer=_part(tensors, _OPTIMIZER),
+            schedule=_part(tensors, _SCHEDULE),
             rng=tensors.get(_RNG),
-            layers=_entry(about, "layers", dict, path),
+            posteriors=_entry(about, "posteriors", dict, path),
             buffers=_entry(about, "buffers", list, path),
+            aliases=_entry(about, "aliases", list, path),
             progress=_entry(about, "progress", dict, path),
             history=_part(tensors, _HISTORY),
             format=version,
         )
-        if not all(isinstance(name, str) for name in checkpoint.buffers):
-            raise CheckpointError.damaged(path, "its buffers are not all names")
+        if not all(isinstance(name, str) for name in (*checkpoint.buffers, *checkpoint.aliases)):
+            raise CheckpointError.damaged(path, "its buffers or aliases are not all names")
         buffers = set(checkpoint.buffers)
         for name, tensor in checkpoint.model.items():
             # Training stops before it would write such a parameter. What a buffer holds is the network's own affair.
             if name not in buffers and tensor.dtype in FLOATING and not tensor.isfinite().all():
                 raise CheckpointError.damaged(path, f"{name} holds NaN or infinity")
-        for name in checkpoint.layers:
-            checkpoint._check_layer(name, path)
+        for name in checkpoint.posteriors:
+            checkpoint._check_posterior(name, path)
+        if version < 3:
+            checkpoint._take_counters_from_the_optimizer()
         return checkpoint
 
-    def _check_layer(self, name: str, path: Path) -> None:
-        layer = self.layers[name]
-        if not isinstance(layer, dict) or not isinstance(layer.get("type"), str):
-            raise CheckpointError.damaged(path, f"layer {shown(name)} lacks its type")
-        threshold = layer.get("threshold")
-        if not isinstance(threshold, float) or math.isnan(threshold):
-            raise CheckpointError.damaged(path, f"layer {shown(name)} lacks its threshold")
-        first = layer.get("of")
-        owner = self.layers.get(first) if isinstance(first, str) else None
-        if not isinstance(owner, dict) or owner.get("of") != first:
-            raise CheckpointError.damaged(path, f"layer {shown(name)} does not say which layer it is")
-        prefixes = [f"{of}." if of else "" for of in (name, first)]
-        for parameter, types in (("weight", FLOATING), ("log_sigma2", (torch.float32, torch.float64))):
-            tensor, same = (self.model.get(prefix + parameter) for prefix in prefixes)
-            if tensor is None:
-                raise CheckpointError.damaged(path, f"layer {shown(name)} lacks its {parameter}")
-            if tensor.dtype not in types or tensor.ndim < 2:
-                raise CheckpointError.damaged(
-                    path, f"the {parameter} of layer {shown(name)} is {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if same is None or tensor.dtype is not same.dtype or not torch.equal(tensor, same):
-                raise CheckpointError.damaged(
-                    path, f"layer {shown(name)} is the same as {shown(first)} but has another {parameter}"
-                )
-        shapes = [tuple(self.model[prefixes[0] + parameter].shape) for parameter in ("weight", "log_sigma2")]
-        if shapes[0] != shapes[1]:
+    def _take_counters_from_the_optimizer(self) -> None:
+        weights = {each["noise"]: name for name, each in self.posteriors.items() if each["of"] == name}
+        for key in [key for key in self.optimizer if key.rpartition("/")[2] == _EPOCHS_ABOVE]:
+            name = key.rpartition("/")[0]
+            self.schedule[weights.get(name, name)] = self.optimizer.pop(key)
+
+    def _check_posterior(self, name: str, path: Path) -> None:
+        known = self.posteriors[name]
+        if not isinstance(known, dict) or not all(isinstance(known.get(key), str) for key in ("type", "noise", "of")):
             raise CheckpointError.damaged(
-                path, f"layer {shown(name)} has a weight of shape {shapes[0]} and a log σ² of {shapes[1]}"
+                path, f"{shown(name)} lacks the type of its layer, its noise or its first name"
             )
+        threshold, first = known.get("threshold"), known["of"]
+        if not isinstance(threshold, float) or math.isnan(threshold):
+            raise CheckpointError.damaged(path, f"{shown(name)} lacks its threshold")
+        owner = self.posteriors.get(first)
+        if not isinstance(owner, dict) or owner.get("of") != first:
+            raise CheckpointError.damaged(path, f"{shown(name)} does not say which tensor it is")
+        keys = [(name, first), (known["noise"], owner.get("noise"))]
+        for (key, of), types in zip(keys, (FLOATING, (torch.float32, torch.float64)), strict=True):
+            tensor, same = self.model.get(key), self.model.get(str(of))
+            if tensor is None:
+                raise CheckpointError.damaged(path, f"it lacks {shown(key)}")
+            if tensor.dtype not in types or tensor.ndim < 2:
+                raise CheckpointError.damaged(path, f"{shown(key)} is {tensor.dtype} {tuple(tensor.shape)}")
+            if same is None or tensor.dtype is not same.dtype or not torch.equal(tensor, same):
+                raise CheckpointError.damaged(path, f"{shown(key)} is the same as {shown(of)} but has other numbers")
+        shapes = [tuple(self.model[key].shape) for key, _ in keys]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError.damaged(path, f"{shown(name)} has shape {shapes[0]} and its log σ² {shapes[1]}")
+
+
+def _from_layers(layers: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The posteriors of a checkpoint that describes layers: each had one, of its `weight`. Only layers were shared."""
+    found, aliases = {}, []
+    for name, layer in layers.items():
+        if not isinstance(layer, dict) or not isinstance(layer.get("of"), str):
+            raise CheckpointError.damaged(path, f"layer {shown(name)} does not say which layer it is")
+        weight, noise, bias = (f"{name}.{key}" if name else key for key in ("weight", "log_sigma2", "bias"))
+        found[weight] = {**layer, "of": f"{layer['of']}.weight" if layer["of"] else "weight", "noise": noise}
+        aliases += [weight, noise, bias] if layer["of"] != name else []
+    return {"posteriors": found, "aliases": aliases}
 
 
 def _entry(about: dict[str, Any], name: str, kind: type[_Kind], path: Path) -> _Kind:
@@ -145,11 +176,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
     tensors, metadata = read_tensors(path)
     if KEY in metadata:
         tensors = Checkpoint.of(tensors, metadata, path).plain()
-    noise = {
-        f"{name}.log_sigma2".lstrip(".")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SparseLayer)
-    }
+    noise = {posterior.noise_beside(name) for name, posterior in named_posteriors(model).items()}
     expected = {key: tensor for key, tensor in model.state_dict().items() if key not in noise}
     check_fit(tensors, expected, f"{path} does not fit the model")
     model.load_state_dict(tensors, strict=False)

@@ -4,7 +4,7 @@ In-memory tensors are indexed directly: these data sets fit in memory, and a Pyt
 arithmetic of a small net.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from sparsevd.errors import ArgumentError
+from sparsevd.training.inputs import TARGETS, as_inputs, as_tensor, changed, tensors
 
-Data = tuple[Tensor, Tensor] | Dataset[Any] | DataLoader[Any]
-Batch = tuple[Tensor, Tensor]
+# A pair (x, y), where x may be several tensors; or what makes such pairs, or dicts with the target among the rest.
+Data = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
+Batch = tuple[Any, Tensor]
+_FORMS = "a pair (x, y) of tensors or arrays, where x may also be a tuple or a dict of them, a Dataset or a DataLoader"
 
 
 class Augmented(tuple[Tensor, Tensor]):
@@ -54,22 +57,24 @@ def checked(data: object, name: str) -> Data:
     """The data if it has one of the forms that are understood; a TensorDataset of two becomes its pair."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         data = data.tensors
-    if isinstance(data, tuple | list):
-        if len(data) != 2 or not all(isinstance(part, Tensor) for part in data):
-            raise ArgumentError(f"{name} must be a pair of tensors (x, y), a Dataset or a DataLoader")
-        x, y = data
-        if len(x) != len(y) or len(x) == 0:
-            raise ArgumentError(f"{name} has {len(x)} inputs and {len(y)} targets; there must be as many, and some")
-        return data if isinstance(data, Augmented) else (x, y)
-    if isinstance(data, Dataset | DataLoader):
+    if isinstance(data, Augmented | Dataset | DataLoader):
         return data
-    raise ArgumentError(f"{name} is a {type(data).__name__}; give a pair of tensors (x, y), a Dataset or a DataLoader")
+    if not isinstance(data, tuple | list):
+        raise ArgumentError(f"{name} is a {type(data).__name__}; give {_FORMS}")
+    if len(data) != 2:
+        raise ArgumentError(f"{name} has {len(data)} parts; give {_FORMS}")
+    x, y = as_inputs(data[0], f"the x of {name}"), as_tensor(data[1], f"the y of {name}")
+    sizes = {len(part) if part.ndim else 0 for part in (*tensors(x), y)}
+    if len(sizes) != 1 or 0 in sizes:
+        counts = " and ".join(str(len(part) if part.ndim else 0) for part in tensors(x))
+        raise ArgumentError(f"{name} has {counts} inputs and {len(y)} targets; there must be as many, and some")
+    return x, y
 
 
 def size(data: Data, name: str) -> int:
     """How many examples there are."""
     if isinstance(data, tuple):
-        return len(data[0])
+        return len(data[1])
     counted: object = data
     if isinstance(data, DataLoader):
         if data.batch_size is None and data.batch_sampler is None:  # the data set makes whole batches itself
@@ -86,7 +91,7 @@ def size(data: Data, name: str) -> int:
 
 def known_sizes(data: Data) -> set[int]:
     """How many examples the data set has, and how many a pass over it gives: a sampler may make these differ."""
-    counted: list[object] = [data[0] if isinstance(data, tuple) else data]
+    counted: list[object] = [data[1] if isinstance(data, tuple) else data]
     if isinstance(data, DataLoader):
         if data.batch_size is None and data.batch_sampler is None:
             return set()  # the data set makes whole batches itself, and counts these
@@ -100,27 +105,68 @@ def known_sizes(data: Data) -> set[int]:
     return found
 
 
+def number_of_examples(train: Data, n_train: int | None) -> int:
+    """N of the bound: as the data says it, or where it cannot, as given."""
+    if n_train is None:
+        return size(train, "train")
+    if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
+        raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
+    known = known_sizes(train)
+    if known and n_train not in known:  # with another N the KL would have another weight, without a word
+        raise ArgumentError(
+            f"n_train={n_train} but train has {' or '.join(map(str, sorted(known)))} examples; leave n_train out, or "
+            "give the data as an IterableDataset if it repeats or leaves out examples"
+        )
+    return n_train
+
+
+def examples_per_epoch(train: Data, n: int) -> int:
+    """How many examples one pass gives, which a sampler decides; N where the data does not say."""
+    try:
+        return size(train, "train")
+    except ArgumentError:
+        return n
+
+
 def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
     """One pass over the data. The order comes from torch's global generator; a DataLoader has its own way."""
     if isinstance(data, tuple):
-        x, y = data
-        order = torch.randperm(len(x)) if shuffle else None
-        start = 0
-        while start < len(x):
-            end = start + batch_size
-            if len(x) - end == 1:
-                end += 1  # batch normalisation cannot train on a last batch of one
-            if order is None:
-                yield x[start:end], y[start:end]
-            else:
-                chosen = order[start:end].to(x.device)
-                yield data.changed(x[chosen]) if isinstance(data, Augmented) else x[chosen], y[chosen]
-            start = end
+        yield from _slices(data, batch_size, shuffle)
         return
     if isinstance(data, IterableDataset):
         shuffle = False  # a stream has its own order
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size, shuffle=shuffle)
     for batch in loader:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise ArgumentError(f"a batch must be a pair (x, y); the data gave a {type(batch).__name__}")
-        yield batch[0], batch[1]
+        yield _pair(batch)
+
+
+def _slices(data: tuple[Any, Tensor], batch_size: int, shuffle: bool) -> Iterator[Batch]:
+    x, y = data
+    order = torch.randperm(len(y)) if shuffle else None
+    start = 0
+    while start < len(y):
+        end = start + batch_size
+        if len(y) - end == 1:
+            end += 1  # batch normalisation cannot train on a last batch of one
+        where = slice(start, end) if order is None else order[start:end].to(y.device)
+        chosen = changed(x, lambda tensor, where=where: tensor[where])  # type: ignore[misc]
+        if order is not None and isinstance(data, Augmented):
+            chosen = data.changed(cast(Tensor, chosen))
+        yield chosen, y[where]
+        start = end
+
+
+def _pair(batch: object) -> Batch:
+    """Inputs and target of what a DataLoader gave."""
+    if isinstance(batch, Mapping):
+        name = next((name for name in TARGETS if name in batch), None)
+        if name is None:
+            raise ArgumentError(
+                f"a batch has {', '.join(map(repr, batch))} and no target; call it one of {', '.join(TARGETS)}, or "
+                "give pairs (x, y)"
+            )
+        return {key: value for key, value in batch.items() if key != name}, batch[name]
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ArgumentError(f"a batch must be a pair (x, y) or a dict; the data gave a {type(batch).__name__}")
+    x, y = batch
+    return tuple(x) if isinstance(x, list) else dict(x) if isinstance(x, Mapping) else x, y

@@ -1,7 +1,6 @@
-"""How good a network is: loss and error on data, and the variational bound on the training set."""
+"""How good a network is: loss, error and a metric of one's own on data, and the variational bound."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,20 +8,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
+from sparsevd.layers.modes import modes_restored
 from sparsevd.posterior import noisy_modules
 from sparsevd.training.data import Data, batches, checked, size
+from sparsevd.training.inputs import Forward, call, changed
 from sparsevd.training.objective import kl
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+# (output, target) of a batch → its mean over the examples.
+Metric = Callable[[Tensor, Tensor], float | Tensor]
 EVALUATION_BATCH = 1000
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss, and for classification the error in %."""
+    """The mean loss, for classification the error in %, and the mean of a metric if one was given."""
 
     loss: float
     error: float | None
+    metric: float | None = None
 
 
 def wrong(output: object, target: Tensor) -> int | None:
@@ -32,41 +36,51 @@ def wrong(output: object, target: Tensor) -> int | None:
     return int((output.detach().argmax(dim=1) != target).sum())
 
 
-def evaluate(model: nn.Module, data: Data, loss: Loss = F.cross_entropy) -> Evaluation:
-    """Loss and error of the network as it will be used: in eval mode, with pruned weights and no noise."""
-    with _modes_restored(model):
-        return _average(model.eval(), data, loss)
+def evaluate(
+    model: nn.Module,
+    data: Data,
+    loss: Loss = F.cross_entropy,
+    *,
+    forward: Forward = call,
+    metric: Metric | None = None,
+) -> Evaluation:
+    """Loss and error of the network as it will be used: in eval mode, with pruned weights and no noise.
+
+    Args:
+        model: any network.
+        data: as for `fit`.
+        loss: mean loss of a batch, of the output and the target.
+        forward: how to call the model, (model, inputs) → output, where model(x), model(*x) or model(**x) is not it.
+        metric: any other number to average over the examples, of the output and the target of a batch.
+    """
+    with modes_restored(model):
+        return _average(model.eval(), data, loss, forward, metric)
 
 
-def elbo(model: nn.Module, train: Data, loss: Loss = F.cross_entropy, n_train: int | None = None) -> float:
+def elbo(
+    model: nn.Module,
+    train: Data,
+    loss: Loss = F.cross_entropy,
+    n_train: int | None = None,
+    *,
+    forward: Forward = call,
+) -> float:
     """The variational bound (eq. 3) on the training set, with one sample of the noise per example (eq. 4), in nats.
 
     Only the Sparse VD layers are put in training mode, so that batch normalisation keeps its statistics.
     """
     n = n_train if n_train is not None else size(checked(train, "train"), "train")
-    noisy = noisy_modules(model).values()
     with torch.no_grad():
-        return -(n * noisy_loss(model, noisy, train, loss) + kl(model).item())
+        return -(n * noisy_loss(model, noisy_modules(model).values(), train, loss, forward) + kl(model).item())
 
 
-def noisy_loss(model: nn.Module, noisy: Iterable[nn.Module], data: Data, loss: Loss) -> float:
+def noisy_loss(model: nn.Module, noisy: Iterable[nn.Module], data: Data, loss: Loss, forward: Forward = call) -> float:
     """The mean loss with these modules in training mode and all others in eval mode."""
-    with _modes_restored(model):
+    with modes_restored(model):
         model.eval()
         for module in noisy:
             module.train()
-        return _average(model, data, loss).loss
-
-
-@contextmanager
-def _modes_restored(model: nn.Module) -> Iterator[None]:
-    """Every module goes back to the mode it had, training or eval, also one that its owner froze in eval mode."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+        return _average(model, data, loss, forward).loss
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -77,18 +91,22 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @torch.no_grad()
-def _average(model: nn.Module, data: Data, loss: Loss) -> Evaluation:
+def _average(
+    model: nn.Module, data: Data, loss: Loss, forward: Forward = call, metric: Metric | None = None
+) -> Evaluation:
     device = device_of(model)
-    total, errors, count = 0.0, 0, 0
+    total, measured, errors, count = 0.0, 0.0, 0, 0
     classification = True
     for x, y in batches(checked(data, "data"), EVALUATION_BATCH, shuffle=False):
-        x, y = x.to(device), y.to(device)
-        output = model(x)
+        x, y = changed(x, lambda tensor: tensor.to(device)), y.to(device)
+        output = forward(model, x)
         total += loss(output, y).item() * len(y)
+        measured += float(metric(output, y)) * len(y) if metric else 0.0
         missed = wrong(output, y)
         classification = classification and missed is not None
         errors += missed or 0
         count += len(y)
     if count == 0:
         raise ArgumentError("the data gave no batch to evaluate on; does its DataLoader drop a last, incomplete one?")
-    return Evaluation(total / count, 100 * errors / count if classification else None)
+    error = 100 * errors / count if classification else None
+    return Evaluation(total / count, error, measured / count if metric else None)

@@ -21,6 +21,7 @@ from sparsevd.training import history, restoration
 from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.training.history import LARGEST_INTEGER, History
 from sparsevd.training.metrics_file import MetricsFile
+from sparsevd.training.schedule import Schedule
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
@@ -39,8 +40,15 @@ class State:
     bfloat16: bool | None = None  # whether large variance products are in it; None before the run has begun
     history: History = field(default_factory=History.empty)
 
+    def add(self, loss: float, wrong: int | None, examples: int) -> None:
+        """One more batch of so many examples: its mean loss, and how many were classified wrongly, if that is known."""
+        self.batch += 1
+        self.seen += examples
+        self.loss += loss * examples
+        self.wrong = self.wrong + wrong if self.wrong is not None and wrong is not None else None
 
-class RunFolder:
+
+class TrainingFolder:
     """The run's folder: the checkpoint, and the metrics that it holds as lines of JSON."""
 
     def __init__(self, path: str | Path | None, settings: dict[str, Any]):
@@ -67,7 +75,14 @@ class RunFolder:
             return f"The last good state is in {self.path / CHECKPOINT}."
         return "No epoch was finished, so there is no checkpoint."
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, rng: Tensor | None = None) -> None:
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        state: State,
+        rng: Tensor | None = None,
+    ) -> None:
         if self.path is None or self._metrics is None:
             return
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -85,9 +100,11 @@ class RunFolder:
         checkpoint = Checkpoint(
             model=dict(model.state_dict()),
             optimizer=slots,
+            schedule=schedule.state_dict(),
             rng=rng,
-            layers=restoration.layers_of(model),
+            posteriors=restoration.described(model),
             buffers=[name for name, _ in model.named_buffers(remove_duplicate=False)],
+            aliases=[name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names.values()],
             progress=progress,
             history=state.history.tensors(),
         )
@@ -97,7 +114,9 @@ class RunFolder:
         except WriteError as error:
             raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, Tensor | None]:
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
+    ) -> tuple[State, Tensor | None]:
         """The state to go on from; the beginning if no checkpoint was written yet."""
         if self.path is None or self._metrics is None:
             raise ArgumentError("resume=True needs the run_dir to resume from")
@@ -123,10 +142,13 @@ class RunFolder:
         begun = state.epoch > 0 or state.batch > 0
         restoration.check_model(checkpoint, model, path)
         restoration.check_history(state.history, model, path)
-        restoration.check_optimizer(checkpoint, model, optimizer, self._settings.get("drop_patience", 1), begun, path)
+        restoration.check_optimizer(checkpoint, model, optimizer, begun, path)
+        if problem := schedule.problem_of(checkpoint.schedule):
+            raise CheckpointError.damaged(path, problem)
         if checkpoint.rng is not None:
             restoration.check_generator(checkpoint.rng, path)
         restoration.put_back(checkpoint, model, optimizer)
+        schedule.load_state_dict(checkpoint.schedule)
         self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
         return state, checkpoint.rng
 
@@ -146,7 +168,9 @@ def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
         past = history.from_entries(stored.pop("history", None), path)
         stored["bfloat16"] = None  # it was not kept then
     else:
-        past = history.from_tensors(checkpoint.history, checkpoint.progress.get("history_layers"), path)
+        past = history.from_tensors(
+            checkpoint.history, checkpoint.progress.get("history_layers"), path, checkpoint.format
+        )
     expected = set(vars(State())) - {"history"}
     if stored.keys() != expected:
         raise CheckpointError.damaged(path, f"its state has not exactly {', '.join(sorted(expected))}")

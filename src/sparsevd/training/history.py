@@ -48,6 +48,7 @@ class EpochMetrics:
     dropped: int | None = None
     elbo_before_drop: float | None = None
     elbo_after_drop: float | None = None
+    val_metric: float | None = None  # the user's own, on held-out data
 
     def line(self) -> bytes:
         """The epoch as a line of JSON."""
@@ -56,6 +57,7 @@ class EpochMetrics:
 
 # All fields but `alive`, in this order, are the columns of the table.
 _COLUMNS = tuple(field.name for field in fields(EpochMetrics) if field.name != "alive")
+_SINCE_FORMAT_3 = ("val_metric",)  # the last columns
 _REQUIRED = ("epoch", "learning_rate", "beta", "train_loss", "seconds")
 _INTEGERS = ("epoch", "dropped")
 _INTEGER_COLUMNS = tuple(_COLUMNS.index(name) for name in _INTEGERS)
@@ -160,8 +162,10 @@ class History(Sequence[EpochMetrics]):
         return map(EpochMetrics, *columns)
 
 
-def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path) -> History:
-    """The history of a checkpoint, checked; `path` is where it comes from."""
+def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path, version: int) -> History:
+    """The history of a checkpoint of this format, checked; `path` is where it comes from."""
+    if version < 3:
+        tensors = {name: _with_later_columns(name, tensor) for name, tensor in tensors.items()}
     if layers is not None and not (isinstance(layers, list) and all(isinstance(name, str) for name in layers)):
         raise CheckpointError.damaged(path, "the layers of its history are no list of names")
     names = tuple(layers) if layers is not None else None
@@ -178,6 +182,13 @@ def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path) -> Hist
     if (tensors["known"].view(torch.uint8) > 1).any():
         raise CheckpointError.damaged(path, "its history's known are not all true or false")
     return _checked(History(tensors["numbers"], tensors["known"], tensors["alive"], names), path)
+
+
+def _with_later_columns(name: str, tensor: Tensor) -> Tensor:
+    if name not in ("numbers", "known") or tensor.ndim != 2:
+        return tensor
+    missing = math.nan if tensor.is_floating_point() else False
+    return torch.cat([tensor, torch.full((len(tensor), len(_SINCE_FORMAT_3)), missing, dtype=tensor.dtype)], 1)
 
 
 def from_entries(entries: object, path: Path) -> History:

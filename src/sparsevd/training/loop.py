@@ -1,6 +1,6 @@
-"""The training loop: Adam on the variational bound, with KL warm-up, a rate that falls to zero, and exact resume.
+"""The training loop: Adam on the variational bound, with exact resume. What the recipe asks for is in `schedule`.
 
-Read `_fit` from top to bottom. All randomness of an epoch comes from (seed, epoch), so a checkpoint between epochs
+Read `Loop.run` from top to bottom. All randomness of an epoch comes from (seed, epoch), so a checkpoint between epochs
 needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and the number of batches already seen.
 """
 
@@ -8,10 +8,9 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,83 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
-from sparsevd.layers import SparseLayer
 from sparsevd.layers.sampling import multiplies_bfloat16
-from sparsevd.reporting.summary import summary
+from sparsevd.posterior import Posterior, is_noisy, required_posteriors
 from sparsevd.training import generator, threads
-from sparsevd.training import progress as progress_
-from sparsevd.training.contraction import contracted, drop, zero_for_good
-from sparsevd.training.data import Data, batches, checked, known_sizes, size
-from sparsevd.training.evaluation import Loss, device_of, elbo, evaluate, wrong
-from sparsevd.training.folder import RunFolder, State
+from sparsevd.training.data import Batch, Data, batches, checked, examples_per_epoch, number_of_examples
+from sparsevd.training.evaluation import Loss, Metric, device_of, elbo, evaluate, wrong
+from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics
-from sparsevd.training.objective import kl, sparse_layers, warm_up
+from sparsevd.training.inputs import Forward, Inputs, call, changed, joined
 from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.progress import Callback, Moment, display
+from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
+from sparsevd.training.schedule import Schedule
 
-VARIANCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
 # Then it shows whether the threads get on beside what else the machine does.
 STEPS_BEFORE_LOOKING = 20
-
-# What is left of the learning rate when a part of the run, from 0 to 1, is over.
-DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
-}
-
-
-@dataclass(frozen=True)
-class FitConfig:
-    """The recipe. Only `epochs` needs a thought: the schedules are parts of the run.
-
-    Adam's |step| sets how small a useless weight can become, so most of the sparsity appears as the rate goes to zero;
-    log σ² follows slowly, at its own rate, so that no weight is given up before it was tried; at the end it catches up.
-    """
-
-    epochs: int = 40
-    batch_size: int = 100
-    learning_rate: float = 4e-3  # falls to zero over the run ...
-    decay: str = "cosine"  # ... along half a cosine, or "linear" as in the paper
-    log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights ...
-    late_log_sigma2_lr_ratio: float = 3.0  # ... and when most is decided: it then catches up with the weights ...
-    late_from: float = 0.7  # ... from this part of the run on
-    warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
-    warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
-    # What is above the threshold is dropped for good: once β = 1, inputs and units without any weight below it ...
-    drop_patience: int = 3  # ... for so many epochs in a row, and single weights ...
-    drop_from: float = 0.7  # ... from this part of the run on, at once. 1: nothing is dropped
-    contract: bool = True  # compute without inputs and units that have no weight left
-    channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
-    # "float32" or "bfloat16" for the variance product. None: as the layers have it, and where they do not say ...
-    variance_dtype: str | None = None  # ... float32, or bfloat16 for large products on a CPU with instructions for it
-    weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
-    adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "drop_patience"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}={value!r} must be a positive integer")
-        for name in ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ArgumentError(f"{name}={value!r} must be a positive number")
-        if not (isinstance(self.weight_decay, int | float) and 0 <= self.weight_decay < math.inf):
-            raise ArgumentError(f"weight_decay={self.weight_decay!r} must be zero or a positive number")
-        for name in ("drop_from", "late_from"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(f"{name}={getattr(self, name)!r} must be a part of the run, from 0 to 1")
-        if self.variance_dtype not in (None, *VARIANCE_DTYPES):
-            raise ArgumentError(f"variance_dtype={self.variance_dtype!r} must be None, {' or '.join(VARIANCE_DTYPES)}")
-        if self.decay not in DECAYS:
-            raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
-        if not 0 < self.adam_beta2 < 1:
-            raise ArgumentError(f"adam_beta2={self.adam_beta2!r} must lie between 0 and 1")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
-            raise ArgumentError(f"seed={self.seed!r} must be an integer from 0 to 2³¹ − 1")
-        warm_up(self.warm_up_start, self.warm_up_end)
 
 
 def fit(
@@ -106,10 +45,13 @@ def fit(
     config: FitConfig | None = None,
     *,
     loss: Loss = F.cross_entropy,
+    forward: Forward = call,
+    metric: Metric | None = None,
     n_train: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    callbacks: Iterable[Callback] = (),
 ) -> list[EpochMetrics]:
     """Train a Sparse VD network in place, and return the metrics of every epoch.
 
@@ -117,22 +59,27 @@ def fit(
 
     Args:
         model: the result of `sparsevd.sparsify`.
-        train: a pair of tensors (x, y), a Dataset, or a DataLoader (which keeps its own batch size and order).
+        train: a pair (x, y) of tensors or numpy arrays, where x may be a tuple or a dict of them; a Dataset; or a
+            DataLoader (which keeps its own batch size and order). A batch may also be a dict with "labels" in it.
         val: data to watch, in the same forms, or None.
         config: the recipe; its defaults are good ones.
         loss: mean negative log-likelihood of a batch, cross-entropy unless given.
+        forward: how to call the model, (model, inputs) → output. Unless given, model(x), model(*x) or model(**x).
+        metric: a number to watch on `val` beside loss and error: the mean over a batch, of the output and the target.
         n_train: N, where the data cannot say it (an iterable of unknown length).
         run_dir: a folder for checkpoint.safetensors and metrics.jsonl, written after each epoch. It is locked for the
             time of the training (not on Windows): a second one in it is refused.
         resume: go on from the checkpoint in run_dir, if there is one, to the very result of an unbroken run (on the
             CPU, for data whose randomness comes from torch's global generator alone).
         progress: show a bar on a terminal, or a line per epoch elsewhere.
+        callbacks: told about every step and every epoch; see `sparsevd.training.progress.Callback`.
     """
-    sparse_layers(model)  # says so if there are none
+    required_posteriors(model)  # says so if there are none
     config = config or FitConfig()
     if config.weight_decay:
         raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
-    return _fit(model, train, val, config, loss, n_train, run_dir, resume, progress)
+    task = Task(model, train, val, config, loss, forward, metric, n_train)
+    return Loop(task, run_dir, callbacks).run(resume, progress)
 
 
 def fit_dense(
@@ -142,139 +89,273 @@ def fit_dense(
     config: FitConfig | None = None,
     *,
     loss: Loss = F.cross_entropy,
+    forward: Forward = call,
+    metric: Metric | None = None,
     n_train: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    callbacks: Iterable[Callback] = (),
 ) -> list[EpochMetrics]:
     """The same loop on the plain likelihood, for a pre-trained start or a dense baseline. Arguments as for `fit`."""
-    if any(isinstance(module, SparseLayer) for module in model.modules()):
+    if is_noisy(model):
         raise ArgumentError("fit_dense trains a plain network; this one has Sparse VD layers, which fit trains")
-    return _fit(model, train, val, config or FitConfig(), loss, n_train, run_dir, resume, progress)
+    task = Task(model, train, val, config or FitConfig(), loss, forward, metric, n_train)
+    return Loop(task, run_dir, callbacks).run(resume, progress)
 
 
-def _fit(
-    model: nn.Module,
-    train: Data,
-    val: Data | None,
-    config: FitConfig,
-    loss: Loss,
-    n_train: int | None,
-    run_dir: str | Path | None,
-    resume: bool,
-    show_progress: bool,
-) -> list[EpochMetrics]:
-    train = checked(train, "train")
-    val = checked(val, "val") if val is not None else None
-    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    n = number_of_examples(train, n_train)
-    per_epoch = examples_per_epoch(train, n)
-    device = device_of(model)
-    in_memory = torch.channels_last if config.channels_last and device.type == "cpu" else torch.contiguous_format
-    _set_memory_format(model, in_memory)
-    optimizer = BoundAdam(model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
-    beta_at = warm_up(config.warm_up_start, config.warm_up_end)
-    folder = RunFolder(run_dir, {**asdict(config), "n_train": n})
+@dataclass
+class Task:
+    """What to train on what; checked before anything begins."""
 
-    with (
-        folder.locked(),
-        progress_.choose(show_progress) as progress,
-        generator.reserved(device),
-        _interruptible() as interrupt,
-    ):
-        if not resume:
-            folder.refuse_to_overwrite()
-        state, rng = folder.restore(model, optimizer) if resume else (State(), None)
-        if state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
-            state.bfloat16 = device.type == "cpu" and multiplies_bfloat16()
-        _choose_variance(layers, config.variance_dtype, state.bfloat16)
-        while state.epoch < config.epochs:
-            begun = time.monotonic() - state.seconds
-            torch.manual_seed(config.seed * 1_000_003 + state.epoch)
-            model.train()
-            first: list[tuple[Tensor, Tensor]] = []
-            remaining = _keeping(first, batches(train, config.batch_size, shuffle=True))
-            if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
-                passed = sum(1 for _ in islice(remaining, state.batch))
-                if passed < state.batch:
-                    raise CheckpointError(
-                        f"the run was interrupted after batch {state.batch}, but an epoch of train has only {passed}; "
-                        "resume it with the data that it began with"
-                    )
-                torch.set_rng_state(rng)
+    model: nn.Module
+    train: Data
+    val: Data | None
+    config: FitConfig
+    loss: Loss
+    forward: Forward
+    metric: Metric | None
+    n_train: int | None
+
+    def __post_init__(self) -> None:
+        self.train = checked(self.train, "train")
+        self.val = checked(self.val, "val") if self.val is not None else None
+        if self.metric is not None and self.val is None:
+            raise ArgumentError("metric is measured on val, and there is no val; give some")
+        self.n = number_of_examples(self.train, self.n_train)
+        self.per_epoch = examples_per_epoch(self.train, self.n)
+        self.device = device_of(self.model)
+        last = self.config.channels_last and self.device.type == "cpu"
+        self.memory_format = torch.channels_last if last else torch.contiguous_format
+
+    def placed(self, batch: Batch) -> Batch:
+        """A batch where the model is, and as its convolutions like it."""
+        x, y = batch
+        return changed(x, self._placed), y.to(self.device)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        return tensor.to(memory_format=self.memory_format) if tensor.ndim == 4 else tensor
+
+
+class Loop:
+    """One training: the network, its optimizer and schedule, and how far they are."""
+
+    def __init__(self, task: Task, run_dir: str | Path | None, callbacks: Iterable[Callback]):
+        self.task, self.model, self.config = task, task.model, task.config
+        self._callbacks = list(callbacks)
+        _set_memory_format(self.model, task.memory_format)
+        config = self.config
+        self.optimizer = BoundAdam(
+            self.model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay
+        )
+        self.schedule = Schedule(self.model, config, task.n)
+        self.folder = TrainingFolder(run_dir, {**asdict(config), "n_train": task.n})
+        self.state = State()
+        self._last: EpochMetrics | None = None
+
+    def run(self, resume: bool, show: bool) -> list[EpochMetrics]:
+        """All epochs that are left."""
+        with (
+            self.folder.locked(),
+            display(show) as shown,
+            generator.reserved(self.task.device),
+            _interruptible() as self._interrupt,
+        ):
+            self._callbacks.insert(0, shown)
+            rng = self._begin(resume)
+            while self.state.epoch < self.config.epochs:
+                begun = time.monotonic() - self.state.seconds
+                first = self._epoch(rng)
                 rng = None
-            with contracted(model, layers, optimizer) if config.contract else nullcontext():
-                dropped = zero_for_good(layers)
-                parameters = list(model.parameters())
-                for x, y in remaining:
-                    x, y = x.to(device), y.to(device)
-                    if x.ndim == 4:
-                        x = x.to(memory_format=in_memory)
-                    done = (state.epoch + min(1.0, state.seen / per_epoch)) / config.epochs
-                    late = done >= config.late_from
-                    ratio = config.late_log_sigma2_lr_ratio if late else config.log_sigma2_lr_ratio
-                    optimizer.set_learning_rate(config.learning_rate * DECAYS[config.decay](done), ratio)
-                    optimizer.kl_weight = beta_at(done) / n  # mean NLL + β·KL/N: eq. 3 and 4 divided by −N
+                if self._interrupt.is_set():
+                    self._stop(begun)
+                self._finish_epoch(first, begun)
+        _set_memory_format(self.model, torch.contiguous_format)
+        self.model.eval()
+        return list(self.state.history)
 
-                    output = model(x)
-                    nll = loss(output, y)
-                    for parameter in parameters:
-                        parameter.grad = None
-                    nll.backward()  # type: ignore[no-untyped-call]
-                    value = nll.item()
-                    if not math.isfinite(value):
-                        _diverged(value, model, state, folder)
-                    optimizer.step()
-                    for layer, alive in dropped:
-                        layer.weight.data.mul_(alive)
+    def _begin(self, resume: bool) -> Tensor | None:
+        """The state to start from; inside an epoch also that of the generator."""
+        rng = None
+        if resume:
+            self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule)
+        else:
+            self.folder.refuse_to_overwrite()
+        self._last = self.state.history[-1] if self.state.history else None
+        if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
+            self.state.bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
+        _choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
+        return rng
 
-                    state.batch += 1
-                    state.seen += len(y)
-                    state.loss += value * len(y)
-                    missed = wrong(output, y)
-                    state.wrong = state.wrong + missed if state.wrong is not None and missed is not None else None
-                    done = (state.epoch + min(1.0, state.seen / per_epoch)) / config.epochs
-                    progress.step(done, _describe(state, config))
-                    if interrupt.is_set():
-                        break
-                    if state.batch == STEPS_BEFORE_LOOKING:
-                        threads.warn_if_they_spin()
-            if interrupt.is_set():
-                _check_parameters(model, state, folder)
-                state.seconds = time.monotonic() - begun
-                folder.save(model, optimizer, state, torch.get_rng_state())
-                raise KeyboardInterrupt
-            if state.seen == 0:
-                raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
-            _check_parameters(model, state, folder)
-            metrics = _epoch_metrics(model, val, loss, config, state, n)
-            # Never before β has its final value: until then a large α means little.
-            part = metrics.epoch / config.epochs
-            if layers and config.drop_from < 1 and config.warm_up_end <= part < 1:
-                bound = partial(_bound_on, model, first, loss, n, config.seed)
-                before = bound()
-                whole_only = part < config.drop_from
-                count = drop(layers, optimizer, config.drop_patience if whole_only else 1, whole_only)
-                metrics = replace(metrics, dropped=count, elbo_before_drop=before, elbo_after_drop=bound())
-            metrics = replace(metrics, seconds=time.monotonic() - begun)
-            state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
-            folder.save(model, optimizer, state)
-            progress.epoch(_describe(state, config))
-            threads.warn_if_they_spin()
-            if interrupt.is_set():
-                raise KeyboardInterrupt
-    _set_memory_format(model, torch.contiguous_format)
-    model.eval()
-    return list(state.history)
+    def _epoch(self, rng: Tensor | None) -> list[Batch]:
+        """The steps of an epoch that are left; gives its first batches."""
+        torch.manual_seed(self.config.seed * 1_000_003 + self.state.epoch)
+        self.model.train()
+        first: list[Batch] = []
+        remaining = _keeping(first, batches(self.task.train, self.config.batch_size, shuffle=True))
+        if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
+            self._pass_over(remaining)
+            torch.set_rng_state(rng)
+        with self.schedule.epoch(self.optimizer):
+            parameters = list(self.model.parameters())
+            for batch in remaining:
+                self._step(batch, parameters)
+                if self._interrupt.is_set():
+                    break
+                if self.state.batch == STEPS_BEFORE_LOOKING:
+                    threads.warn_if_they_spin()
+        return first
+
+    def _step(self, batch: Batch, parameters: list[nn.Parameter]) -> None:
+        x, y = self.task.placed(batch)
+        phase = self.schedule.at(self.progress)
+        self.optimizer.set_learning_rate(self.config.rate(self.progress), phase.noise_ratio)
+        self.optimizer.kl_weight = phase.kl_weight
+
+        output = self.task.forward(self.model, x)
+        nll = self.task.loss(output, y)
+        for parameter in parameters:
+            parameter.grad = None
+        nll.backward()  # type: ignore[no-untyped-call]
+        value = nll.item()
+        if not math.isfinite(value):
+            self._diverged(value)
+        self.optimizer.step()
+        self.schedule.keep_zeros()
+
+        self.state.add(value, wrong(output, y), len(y))
+        moment = self._moment()
+        for callback in self._callbacks:
+            callback.on_step(moment)
+
+    def _finish_epoch(self, first: list[Batch], begun: float) -> None:
+        """After the last step of an epoch: measure, drop what is superfluous, write it all down."""
+        state = self.state
+        if state.seen == 0:
+            raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
+        self._check_parameters()
+        done = (state.epoch + 1) / self.config.epochs
+        metrics = self._metrics(done)
+        if self.schedule.drops_at(done):
+            before = self._bound_on(first)
+            dropped = self.schedule.drop(done)
+            metrics = replace(metrics, dropped=dropped, elbo_before_drop=before, elbo_after_drop=self._bound_on(first))
+        metrics = replace(metrics, seconds=time.monotonic() - begun)
+        self._last = metrics
+        self.state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
+        self.folder.save(self.model, self.optimizer, self.schedule, self.state)
+        for callback in self._callbacks:
+            callback.on_epoch(self._moment())
+        threads.warn_if_they_spin()
+        if self._interrupt.is_set():
+            raise KeyboardInterrupt
+
+    def _stop(self, begun: float) -> None:
+        """Ctrl-C came inside an epoch: save what is needed to go on with the very next batch."""
+        self._check_parameters()
+        self.state.seconds = time.monotonic() - begun
+        self.folder.save(self.model, self.optimizer, self.schedule, self.state, torch.get_rng_state())
+        raise KeyboardInterrupt
+
+    def _pass_over(self, remaining: Iterator[Batch]) -> None:
+        passed = sum(1 for _ in islice(remaining, self.state.batch))
+        if passed < self.state.batch:
+            raise CheckpointError(
+                f"the run was interrupted after batch {self.state.batch}, but an epoch of train has only {passed}; "
+                "resume it with the data that it began with"
+            )
+
+    @property
+    def progress(self) -> float:
+        """The part of the run that is over, from 0 to 1."""
+        return (self.state.epoch + min(1.0, self.state.seen / self.task.per_epoch)) / self.config.epochs
+
+    @torch.no_grad()
+    def _metrics(self, done: float) -> EpochMetrics:
+        task, state = self.task, self.state
+        train_loss = state.loss / state.seen
+        left = self.schedule.report() if self.schedule.posteriors else None
+        held_out = None
+        if task.val is not None:
+            held_out = evaluate(self.model, task.val, task.loss, forward=task.forward, metric=task.metric)
+        return EpochMetrics(
+            epoch=state.epoch + 1,
+            learning_rate=self.config.rate(done),
+            beta=self.schedule.at(done).beta,
+            train_loss=train_loss,
+            train_error=100 * state.wrong / state.seen if state.wrong is not None else None,
+            kl=left["kl"] if left else None,
+            elbo=-(task.n * train_loss + left["kl"]) if left else None,
+            sparsity=left["sparsity"] if left else None,
+            ratio=left["ratio"] if left and math.isfinite(left["ratio"]) else None,
+            val_loss=held_out.loss if held_out else None,
+            val_error=held_out.error if held_out else None,
+            seconds=0.0,
+            alive={each.label: each.inputs_and_units() for each in self.schedule.posteriors} if left else None,
+            val_metric=held_out.metric if held_out else None,
+        )
+
+    def _bound_on(self, data: list[Batch]) -> float:
+        """The bound from a few batches, with the same noise each time."""
+        torch.manual_seed(self.config.seed)
+        inputs: list[Inputs] = [x for x, _ in data]
+        targets = torch.cat([y for _, y in data])
+        return elbo(self.model, (joined(inputs), targets), self.task.loss, self.task.n, forward=self.task.forward)
+
+    def _moment(self) -> Moment:
+        state, config = self.state, self.config
+        epoch = min(state.epoch + (state.seen > 0), config.epochs)
+        text = f"epoch {epoch}/{config.epochs}  {self._figures()}".rstrip()
+        return Moment(self.progress, epoch, state.batch, text, self._last)
+
+    def _figures(self) -> str:
+        """The state in a line, e.g. "loss 0.213  train error 6.10 %  7.4× fewer weights"."""
+        state = self.state
+        last = self._last
+        loss = state.loss / state.seen if state.seen else last.train_loss if last else None
+        missed = 100 * state.wrong / state.seen if state.seen and state.wrong is not None else None
+        if not state.seen and last:
+            missed = last.train_error
+        figures = [
+            ("loss {:.3f}", loss),
+            ("train error {:.2f} %", missed),
+            ("validation error {:.2f} %", last.val_error if last else None),
+            (f"{_name(self.task.metric)} {{:.4g}}", last.val_metric if last else None),
+            ("{:.1f}× fewer weights", last.ratio if last else None),
+        ]
+        return "  ".join(text.format(value) for text, value in figures if value is not None)
+
+    def _diverged(self, loss: float) -> None:
+        """The loss shows what went wrong in this step, or in the previous one, whose gradients are not checked."""
+        bad = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
+        where = f"{', '.join(bad)} not finite since the step before" if bad else "every parameter is finite yet"
+        raise DivergenceError(
+            f"training diverged in epoch {self.state.epoch + 1}, batch {self.state.batch + 1}: the loss is {loss}, "
+            f"{where}. {self.folder.last_good()} Lower the learning rate, or look for NaN in the data"
+        )
+
+    def _check_parameters(self) -> None:
+        """The last step of an epoch has no next loss to show that it went wrong; no bad checkpoint is ever written."""
+        bad = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
+        if bad:
+            raise DivergenceError(
+                f"training diverged in epoch {self.state.epoch + 1}: {', '.join(bad)} not finite. "
+                f"{self.folder.last_good()} Lower the learning rate"
+            )
 
 
-def _choose_variance(layers: list[SparseLayer], dtype: str | None, bfloat16: bool) -> None:
+def _name(metric: Metric | None) -> str:
+    return str(getattr(metric, "__name__", "metric")).replace("_", " ")
+
+
+def _choose_variance(posteriors: list[Posterior], dtype: str | None, bfloat16: bool) -> None:
     """The type of every layer's variance product: the one asked for, or bfloat16 where that is allowed and faster."""
-    for layer in layers:
+    for posterior in posteriors:
         if dtype is not None:
-            layer.variance_dtype = VARIANCE_DTYPES[dtype]
+            posterior.layer.variance_dtype = VARIANCE_DTYPES[dtype]
         # Over five seeds bfloat16 changes neither sparsity nor error: experiments/results/lenet_300_100.json.
-        layer.bfloat16_where_faster = bfloat16 and layer.log_sigma2.dtype is torch.float32
+        posterior.layer.bfloat16_where_faster = bfloat16 and posterior.log_sigma2.dtype is torch.float32
 
 
 def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> None:
@@ -288,115 +369,12 @@ def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> 
             parameter.data = parameter.data.to(memory_format=memory_format)
 
 
-def number_of_examples(train: Data, n_train: int | None) -> int:
-    """N of the bound: as the data says it, or where it cannot, as given."""
-    if n_train is None:
-        return size(train, "train")
-    if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
-        raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
-    known = known_sizes(train)
-    if known and n_train not in known:  # with another N the KL would have another weight, without a word
-        raise ArgumentError(
-            f"n_train={n_train} but train has {' or '.join(map(str, sorted(known)))} examples; leave n_train out, or "
-            "give the data as an IterableDataset if it repeats or leaves out examples"
-        )
-    return n_train
-
-
-def examples_per_epoch(train: Data, n: int) -> int:
-    """How many examples one pass gives, which a sampler decides; N where the data does not say."""
-    try:
-        return size(train, "train")
-    except ArgumentError:
-        return n
-
-
-def _keeping(
-    first: list[tuple[Tensor, Tensor]], data: Iterator[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _keeping(first: list[Batch], data: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches; those that the bound will be measured on are kept as they pass."""
     for batch in data:
         if len(first) < BATCHES_FOR_BOUND:
             first.append(batch)
         yield batch
-
-
-def _bound_on(model: nn.Module, data: list[tuple[Tensor, Tensor]], loss: Loss, n: int, seed: int) -> float:
-    """The bound from a few batches, with the same noise each time."""
-    torch.manual_seed(seed)
-    x, y = (torch.cat(part) for part in zip(*data, strict=True))
-    return elbo(model, (x, y), loss, n)
-
-
-def _diverged(loss: float, model: nn.Module, state: State, folder: RunFolder) -> None:
-    """The loss shows what went wrong in this step or in the one before, whose gradients are looked at by nobody."""
-    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    where = f"{', '.join(bad)} not finite since the step before" if bad else "every parameter is finite yet"
-    raise DivergenceError(
-        f"training diverged in epoch {state.epoch + 1}, batch {state.batch + 1}: the loss is {loss}, {where}. "
-        f"{folder.last_good()} Lower the learning rate, or look for NaN in the data"
-    )
-
-
-def _check_parameters(model: nn.Module, state: State, folder: RunFolder) -> None:
-    """The last step of an epoch has no next loss to show that it went wrong; no bad checkpoint is ever written."""
-    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    if bad:
-        raise DivergenceError(
-            f"training diverged in epoch {state.epoch + 1}: {', '.join(bad)} not finite. {folder.last_good()} "
-            "Lower the learning rate"
-        )
-
-
-@torch.no_grad()
-def _epoch_metrics(
-    model: nn.Module,
-    val: Data | None,
-    loss: Loss,
-    config: FitConfig,
-    state: State,
-    n: int,
-) -> EpochMetrics:
-    done = (state.epoch + 1) / config.epochs
-    train_loss = state.loss / state.seen
-    sparse = any(isinstance(module, SparseLayer) for module in model.modules())
-    left = summary(model) if sparse else None
-    divergence = kl(model).item() if sparse else None
-    held_out = evaluate(model, val, loss) if val is not None else None
-    return EpochMetrics(
-        epoch=state.epoch + 1,
-        learning_rate=config.learning_rate * DECAYS[config.decay](done),
-        beta=warm_up(config.warm_up_start, config.warm_up_end)(done),
-        train_loss=train_loss,
-        train_error=100 * state.wrong / state.seen if state.wrong is not None else None,
-        kl=divergence,
-        elbo=-(n * train_loss + divergence) if divergence is not None else None,
-        sparsity=left.sparsity if left else None,
-        ratio=left.ratio if left and left.kept else None,
-        val_loss=held_out.loss if held_out else None,
-        val_error=held_out.error if held_out else None,
-        seconds=0.0,
-        alive={name: layer.inputs_and_units() for name, layer in sparse_layers(model).items()} if sparse else None,
-    )
-
-
-def _describe(state: State, config: FitConfig) -> str:
-    """The state in a line, e.g. "epoch 3/40  loss 0.213  train error 6.10 %  7.4× fewer weights"."""
-    last = state.history[-1] if state.history else None
-    parts = [f"epoch {min(state.epoch + (state.seen > 0), config.epochs)}/{config.epochs}"]
-    loss = state.loss / state.seen if state.seen else last.train_loss if last else None
-    missed = 100 * state.wrong / state.seen if state.seen and state.wrong is not None else None
-    if not state.seen and last:
-        missed = last.train_error
-    if loss is not None:
-        parts.append(f"loss {loss:.3f}")
-    if missed is not None:
-        parts.append(f"train error {missed:.2f} %")
-    if last and last.val_error is not None:
-        parts.append(f"validation error {last.val_error:.2f} %")
-    if last and last.ratio is not None:
-        parts.append(f"{last.ratio:.1f}× fewer weights")
-    return "  ".join(parts)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import posteriors
+from sparsevd.posterior.divergence import summed_kl
 
 
 class BoundAdam(torch.optim.AdamW):
@@ -35,10 +36,10 @@ class BoundAdam(torch.optim.AdamW):
         if not trained:
             raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
         self.kl_weight = kl_weight
-        self.layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
-        uses = Counter(p for layer in self.layers for p in (layer.weight, layer.log_sigma2))
+        self._pairs = [(each.theta, each.log_sigma2) for each in posteriors(model)]
+        uses = Counter(p for pair in self._pairs for p in pair)
         self._shared = {p for p, count in uses.items() if count > 1}
-        log_sigma2 = {layer.log_sigma2 for layer in self.layers}
+        log_sigma2 = {pair[1] for pair in self._pairs}
         noise = [p for p in trained if p in log_sigma2]
         rest = [p for p in trained if p not in log_sigma2]
         groups = [{"params": params, "noise": params is noise} for params in (rest, noise) if params]
@@ -53,14 +54,13 @@ class BoundAdam(torch.optim.AdamW):
     def step(self) -> None:  # type: ignore[override]
         """One step along the gradients that the data term left, and the KL's."""
         others = []
-        for layer in self.layers:
-            pair = layer.weight, layer.log_sigma2
+        for pair in self._pairs:
             if self._fits(*pair):
                 self._step_in_c(*pair)
             elif pair[0].requires_grad or pair[1].requires_grad:
                 others.append(pair)
         if others:
-            (self.kl_weight * kernels.kl(others)).backward()  # type: ignore[no-untyped-call]
+            (self.kl_weight * summed_kl(others)).backward()  # type: ignore[no-untyped-call]
         super().step()  # of all that has a gradient yet
 
     def _fits(self, weight: Tensor, log_sigma2: Tensor) -> bool:

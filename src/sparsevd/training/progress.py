@@ -1,23 +1,44 @@
-"""What a person sees while training runs: a live bar on a terminal, a line per epoch elsewhere, or nothing."""
+"""Who watches a training: callbacks of the user's, and what a person sees.
+
+A person sees a live bar on a terminal, a line per epoch elsewhere, or nothing.
+"""
 
 import sys
 import time
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, final
 
+from sparsevd.training.history import EpochMetrics
 
-class Progress(ABC):
-    """Told by `fit` about every step and every epoch; use as a context manager."""
 
-    @abstractmethod
-    def step(self, done: float, text: str) -> None:
-        """`done` is the part of the whole run that is over, from 0 to 1; `text` is the state in a few words."""
+@dataclass(frozen=True)
+class Moment:
+    """How far a training is."""
 
-    @abstractmethod
-    def epoch(self, text: str) -> None:
-        """An epoch is over; `text` sums it up in a line."""
+    progress: float  # the part of the whole run that is over, from 0 to 1
+    epoch: int  # the present one, or the one that just ended, from 1
+    batch: int  # batches of the present epoch that are over
+    text: str  # the state in a line
+    metrics: EpochMetrics | None = None  # of the last epoch that is over
 
-    def __enter__(self) -> "Progress":
+
+class Callback:
+    """Told by `fit` about every step and every epoch; override what you want to hear of.
+
+    An exception ends the training. The folder of the run then holds the last finished epoch.
+    """
+
+    def on_step(self, moment: Moment) -> None:
+        """A step is over."""
+
+    def on_epoch(self, moment: Moment) -> None:
+        """An epoch is over, and its checkpoint is written; `moment.metrics` are its numbers."""
+
+
+class Display(Callback):
+    """What a person sees; use as a context manager. This one shows nothing."""
+
+    def __enter__(self) -> "Display":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -25,50 +46,39 @@ class Progress(ABC):
 
 
 @final
-class Silent(Progress):
-    def step(self, done: float, text: str) -> None:
-        return None
-
-    def epoch(self, text: str) -> None:
-        return None
-
-
-@final
-class Lines(Progress):
+class Lines(Display):
     """One line per epoch with the time that is left, for logs."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._first: float | None = None
-        self._done = 0.0
 
-    def step(self, done: float, text: str) -> None:
+    def on_step(self, moment: Moment) -> None:
         if self._first is None:
-            self._first = done  # not zero in a resumed run
-        self._done = done
+            self._first = moment.progress  # not zero in a resumed run
 
-    def epoch(self, text: str) -> None:
-        worked = self._done - (self._first or 0.0)
-        left = (time.monotonic() - self._begun) * (1 - self._done) / worked if worked > 0 else 0.0
-        print(f"{text}  ·  {left / 60:.1f} min left", flush=True)
+    def on_epoch(self, moment: Moment) -> None:
+        worked = moment.progress - (self._first or 0.0)
+        left = (time.monotonic() - self._begun) * (1 - moment.progress) / worked if worked > 0 else 0.0
+        print(f"{moment.text}  ·  {left / 60:.1f} min left", flush=True)
 
 
 @final
-class Bar(Progress):
+class Bar(Display):
     """A live bar with the time that is left; finished epochs do not scroll by, they update the bar."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
+            Progress,
             TaskProgressColumn,
             TextColumn,
             TimeElapsedColumn,
             TimeRemainingColumn,
         )
-        from rich.progress import Progress as RichProgress
 
-        self._bar: Any = RichProgress(
+        self._bar: Any = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
@@ -80,27 +90,25 @@ class Bar(Progress):
         )
         self._task = self._bar.add_task("starting", total=1.0)
         self._shown = 0.0
-        self._done = 0.0
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "Display":
         self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def step(self, done: float, text: str) -> None:
-        self._done = done
+    def on_step(self, moment: Moment) -> None:
         if time.monotonic() - self._shown > 0.1:  # a text per step would cost more than a step of a small net
             self._shown = time.monotonic()
-            self._bar.update(self._task, completed=done, description=text)
+            self._bar.update(self._task, completed=moment.progress, description=moment.text)
 
-    def epoch(self, text: str) -> None:
-        self._bar.update(self._task, completed=self._done, description=text)
+    def on_epoch(self, moment: Moment) -> None:
+        self._bar.update(self._task, completed=moment.progress, description=moment.text)
 
 
-def choose(show: bool) -> Progress:
+def display(show: bool) -> Display:
     """A bar on a terminal, lines elsewhere, nothing when not wanted."""
     if not show:
-        return Silent()
+        return Display()
     return Bar() if sys.stdout.isatty() else Lines()

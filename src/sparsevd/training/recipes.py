@@ -1,12 +1,81 @@
-"""Named ways to train: the default, the paper's own, and ours for special wishes.
+"""The recipe's numbers: `FitConfig` with its defaults, and named settings of it.
 
-All of them maximise the same bound: the weight of the KL is 1/N once the warm-up is over.
+All named ones maximise the same bound: the weight of the KL is 1/N once the warm-up is over.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from sparsevd.errors import ArgumentError
-from sparsevd.training.loop import FitConfig
+from sparsevd.training.objective import warm_up
+
+VARIANCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# What is left of the learning rate when a part of the run, from 0 to 1, is over.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """The recipe. Only `epochs` needs a thought: the schedules are parts of the run.
+
+    Adam's |step| sets how small a useless weight can become, so most of the sparsity appears as the rate goes to zero;
+    log σ² follows slowly, at its own rate, so that no weight is given up before it was tried; at the end it catches up.
+    """
+
+    epochs: int = 40
+    batch_size: int = 100
+    learning_rate: float = 4e-3  # falls to zero over the run ...
+    decay: str = "cosine"  # ... along half a cosine, or "linear" as in the paper
+    log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights ...
+    late_log_sigma2_lr_ratio: float = 3.0  # ... and when most is decided: it then catches up with the weights ...
+    late_from: float = 0.7  # ... from this part of the run on
+    warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
+    warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
+    # What is above the threshold is dropped for good: once β = 1, inputs and units without any weight below it ...
+    drop_patience: int = 3  # ... for so many epochs in a row, and single weights ...
+    drop_from: float = 0.7  # ... from this part of the run on, at once. 1: nothing is dropped
+    contract: bool = True  # compute without inputs and units that have no weight left
+    channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
+    # "float32" or "bfloat16" for the variance product. None: as the layers have it, and where they do not say ...
+    variance_dtype: str | None = None  # ... float32, or bfloat16 for large products on a CPU with instructions for it
+    weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
+    adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "drop_patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name}={value!r} must be a positive integer")
+        for name in ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ArgumentError(f"{name}={value!r} must be a positive number")
+        if not (isinstance(self.weight_decay, int | float) and 0 <= self.weight_decay < math.inf):
+            raise ArgumentError(f"weight_decay={self.weight_decay!r} must be zero or a positive number")
+        for name in ("drop_from", "late_from"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ArgumentError(f"{name}={getattr(self, name)!r} must be a part of the run, from 0 to 1")
+        if self.variance_dtype not in (None, *VARIANCE_DTYPES):
+            raise ArgumentError(f"variance_dtype={self.variance_dtype!r} must be None, {' or '.join(VARIANCE_DTYPES)}")
+        if self.decay not in DECAYS:
+            raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
+        if not 0 < self.adam_beta2 < 1:
+            raise ArgumentError(f"adam_beta2={self.adam_beta2!r} must lie between 0 and 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise ArgumentError(f"seed={self.seed!r} must be an integer from 0 to 2³¹ − 1")
+        warm_up(self.warm_up_start, self.warm_up_end)
+
+    def rate(self, progress: float) -> float:
+        """The learning rate of the weights when this part of the run is over."""
+        return self.learning_rate * DECAYS[self.decay](progress)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from sparsevd.errors import CheckpointError
 from sparsevd.files.json_object import shown
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import named_posteriors, posteriors
 from sparsevd.training.checkpoint import Checkpoint, check_fit
-from sparsevd.training.contraction import EPOCHS_ABOVE
 from sparsevd.training.history import History
 
 # What an optimizer keeps for each parameter, by its name in torch's state.
@@ -19,20 +18,23 @@ _ADAM, _SGD = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
 _MERSENNE_TWISTER = 624  # numbers that torch's generator makes at a time
 
 
-def layers_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Type and threshold of the Sparse VD layers by name; a shared one has several, and `of` says which came first."""
-    first: dict[nn.Module, str] = {}
+def described(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a checkpoint says of the posteriors, by the name of θ; a shared one has several, `of` is the first."""
     return {
-        name: {"type": type(module).__name__, "threshold": module.threshold, "of": first.setdefault(module, name)}
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SparseLayer)
+        name: {
+            "type": type(posterior.layer).__name__,
+            "threshold": posterior.threshold,
+            "noise": posterior.noise_beside(name),
+            "of": posterior.name,
+        }
+        for name, posterior in named_posteriors(model).items()
     }
 
 
 def check_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
     """The checkpoint's tensors are those of this very network."""
     check_fit(checkpoint.model, model.state_dict(), f"{path} belongs to another network", exact=True)
-    if checkpoint.layers != layers_of(model):
+    if checkpoint.posteriors != described(model):
         raise CheckpointError(
             f"{path} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
         )
@@ -40,7 +42,7 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
 
 def check_history(history: History, model: nn.Module, path: Path) -> None:
     """The epochs that are over counted the units of the same layers, in the same order, as the next will."""
-    names = tuple(name for name, layer in layers_of(model).items() if layer["of"] == name)
+    names = tuple(posterior.label for posterior in posteriors(model))
     if history and history.layers != (names or None):
         raise CheckpointError.damaged(path, "its history has other layers than the network")
 
@@ -49,7 +51,6 @@ def check_optimizer(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    patience: int,
     begun: bool,
     path: Path,
 ) -> None:
@@ -61,16 +62,14 @@ def check_optimizer(
     kept = _SGD if isinstance(optimizer, torch.optim.SGD) else _ADAM
     parameters = dict(model.named_parameters())
     found: dict[str, set[str]] = {}
-    layers = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    noise = {id(layer.log_sigma2) for layer in layers}
-    never_missing = noise | {id(layer.weight) for layer in layers} if begun else set()
+    noisy = {id(parameter) for each in posteriors(model) for parameter in (each.theta, each.log_sigma2)}
+    never_missing = noisy if begun else set()
     for key, value in checkpoint.optimizer.items():
         name, _, slot = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None:
             raise CheckpointError.damaged(path, f"no parameter {shown(name)} for its optimizer state")
-        known = kept | {EPOCHS_ABOVE} if id(parameter) in noise else kept
-        if slot not in known or not _is_valid(slot, value, parameter, patience):
+        if slot not in kept or not _is_valid(slot, value, parameter):
             raise CheckpointError.damaged(path, f"{shown(key)} is no state that the optimizer can have for it")
         found.setdefault(name, set()).add(slot)
     for name, parameter in parameters.items():
@@ -79,17 +78,14 @@ def check_optimizer(
             raise CheckpointError.damaged(path, f"{name} lacks the optimizer's {', '.join(sorted(missing))}")
 
 
-def _is_valid(slot: str, value: Tensor, parameter: Tensor, patience: int) -> bool:
+def _is_valid(slot: str, value: Tensor, parameter: Tensor) -> bool:
     if slot == "step":
         if value.ndim or value.dtype is not torch.float32:
             return False
         count = float(value)
         return count >= 1 and count.is_integer()  # not NaN, not infinite
-    dtype = torch.int16 if slot == EPOCHS_ABOVE else parameter.dtype
-    if value.shape != parameter.shape or value.dtype is not dtype:
+    if value.shape != parameter.shape or value.dtype is not parameter.dtype:
         return False
-    if slot == EPOCHS_ABOVE:
-        return not bool(((value < 0) | (value > patience)).any())
     if slot in ("exp_avg", "momentum_buffer") or value.is_complex():
         return bool(value.isfinite().all())
     return bool((value >= 0).all())  # a square may be infinite; the step is zero then
