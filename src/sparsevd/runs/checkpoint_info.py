@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from sparsevd import modelfile
-from sparsevd.posterior import equations
-from sparsevd.training.checkpoint import FLOATING, KEY, Checkpoint, read_tensors, write_tensors
 from sparsevd.errors import CheckpointError
 from sparsevd.layers import checked_threshold
-from sparsevd.training.folder import CHECKPOINT
+from sparsevd.posterior import equations
 from sparsevd.reporting.summary import LayerSummary, ModelSummary, summarise_layer
+from sparsevd.training.checkpoint import FLOATING, KEY, Checkpoint, read_tensors, write_tensors
+from sparsevd.training.folder import CHECKPOINT
 
 _KINDS = ("weight", "bias")
 # Torch cannot count the zeros of others, such as float8 and uint16.

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from sparsevd import baselines
-from sparsevd.files import atomic, lock
 from sparsevd.baselines import METHODS, Method
 from sparsevd.errors import ArgumentError, FormatError
+from sparsevd.files import atomic, lock
+from sparsevd.reporting.summary import summary
+from sparsevd.runs.training_run import RunConfig, build_model, load_data, make_folder, try_one_batch
 from sparsevd.training.evaluation import evaluate
 from sparsevd.training.loop import FitConfig
-from sparsevd.runs.training_run import RunConfig, build_model, load_data, make_folder, try_one_batch
-from sparsevd.reporting.summary import summary
 
 RECORDS = "compare.json"
 

@@ -15,16 +15,16 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsevd import modelfile
-from sparsevd.files import atomic, json_object
-from sparsevd.training.data import Data, batches, size
-from sparsevd.training.checkpoint import KEY, Checkpoint, check_fit, load_weights, read_tensors, write_tensors
 from sparsevd.conversion import prune, sparsify
 from sparsevd.errors import ArgumentError, CheckpointError, GraphError
-from sparsevd.training.evaluation import Evaluation, evaluate
+from sparsevd.files import atomic, json_object
 from sparsevd.graph import Graph, capture
 from sparsevd.layers import SPARSE_TYPES, SparseLayer
 from sparsevd.modelfile.container import FRAME, Packed
 from sparsevd.runs.training_run import SUMMARY, RunConfig, build_model, load_data, split
+from sparsevd.training.checkpoint import KEY, Checkpoint, check_fit, load_weights, read_tensors, write_tensors
+from sparsevd.training.data import Data, batches, size
+from sparsevd.training.evaluation import Evaluation, evaluate
 from sparsevd.training.folder import CHECKPOINT
 
 # In units of σ; the search goes up to the first that costs too much.

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd import modelfile
-from sparsevd.files import json_object
-from sparsevd.training.checkpoint import KEY, Checkpoint, check_fit, read_tensors
-from sparsevd.runs.checkpoint_info import pruned_tensors
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
+from sparsevd.files import json_object
 from sparsevd.graph import DTYPES, Graph, to_module
 from sparsevd.graph.cost import operations
+from sparsevd.runs.checkpoint_info import pruned_tensors
 from sparsevd.runs.training_run import SUMMARY, build_model
+from sparsevd.training.checkpoint import KEY, Checkpoint, check_fit, read_tensors
 from sparsevd.training.folder import CHECKPOINT
 
 MOST_OPERATIONS = 1 << 37  # for one example of a network from a file, which is run to be reported on; VGG-16 has 2³⁴

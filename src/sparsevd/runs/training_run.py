@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsevd import kernels
-from sparsevd.files import atomic, json_object, lock
-from sparsevd.zoo import datasets, models
-from sparsevd.training.data import Augmented, Data, batches, checked, size
-from sparsevd.training.checkpoint import load_weights, write_tensors
 from sparsevd.conversion import plan, prune, sparsify
 from sparsevd.errors import ArgumentError, FormatError
-from sparsevd.training.evaluation import Evaluation, elbo, evaluate
-from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.files import atomic, json_object, lock
 from sparsevd.layers import THRESHOLD
-from sparsevd.training.folder import CHECKPOINT, METRICS
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.reporting.summary import ModelSummary, summary
+from sparsevd.training.checkpoint import load_weights, write_tensors
+from sparsevd.training.data import Augmented, Data, batches, checked, size
+from sparsevd.training.evaluation import Evaluation, elbo, evaluate
+from sparsevd.training.folder import CHECKPOINT, METRICS
+from sparsevd.training.loop import FitConfig, fit, fit_dense
+from sparsevd.zoo import datasets, models
 
 RUN = "run.json"
 PRUNED = "pruned.safetensors"
