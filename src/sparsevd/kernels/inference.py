@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.kernels import door
+from sparsevd.kernels import BEST, door
+from sparsevd.kernels.loading import library, required
 
 ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
@@ -27,8 +27,8 @@ _POINTERS = "slot place zero order starts nonzeros bias"
 @functools.cache
 def lanes() -> int:
     """Numbers in a register of this machine's best instruction set; 0 without the kernels."""
-    built = kernels.library()
-    return int(built.sparsevd_sparse_lanes(kernels.BEST)) if built else 0
+    built = library()
+    return int(built.sparsevd_sparse_lanes(BEST)) if built else 0
 
 
 class LayerStruct(ctypes.Structure):
@@ -98,11 +98,9 @@ class SparseProduct:
         images: int = 1,
         low: float = -float("inf"),
         high: float = float("inf"),
-        instruction_set: int = kernels.BEST,
+        instruction_set: int = BEST,
     ) -> None:
-        built = kernels.library()
-        if built is None:
-            raise ArgumentError("the C kernels are not built; install with a C compiler")
+        built = required()
         lanes = built.sparsevd_sparse_lanes(instruction_set)
         if lanes == 0 or images < 1 or (images > 1 and images % lanes) or batch < 0 or min(size) < 1:
             raise ArgumentError(

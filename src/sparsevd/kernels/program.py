@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.inference import ENOUGH, LayerStruct
+from sparsevd.kernels.loading import required
 from sparsevd.kernels.steps import KINDS, OVERREAD, Network, Step, Value, nonzeros_of
 
 
@@ -62,9 +62,7 @@ class Program:
     """A network laid out for groups of so many images. Safe to call from several threads."""
 
     def __init__(self, net: Network, images: int, instruction_set: int) -> None:
-        built = kernels.library()
-        if built is None:
-            raise ArgumentError("the C kernels are not built; install with a C compiler")
+        built = required()
         lanes = built.sparsevd_sparse_lanes(instruction_set)
         if lanes == 0 or images < 1 or (images > 1 and images % lanes):
             raise ArgumentError(

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.sampling import sample, sample_part, worth_bfloat16
 from sparsevd.posterior import equations
+from sparsevd.posterior.divergence import summed_kl
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
 THRESHOLD = 3.0
@@ -147,7 +147,7 @@ class SparseLayer(nn.Module):
 
     def kl(self) -> Tensor:
         """KL(q ‖ p) of the whole layer, a scalar (eq. 14)."""
-        return kernels.kl([(self.weight, self.log_sigma2)])
+        return summed_kl([(self.weight, self.log_sigma2)])
 
     def plain(self, threshold: float | None = None) -> nn.Module:
         """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""

@@ -73,7 +73,7 @@ def _can_fuse(input: Tensor, weight: Tensor, log_sigma2: Tensor, variance_dtype:
     return (
         variance_dtype in (torch.float32, torch.bfloat16)
         and weight.shape == log_sigma2.shape
-        and kernels.take(input, weight, log_sigma2)
+        and kernels.can_take(input, weight, log_sigma2)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -108,7 +108,7 @@ def fused(
     variance_dtype: torch.dtype,
     *shape: Any,
 ) -> Tensor:
-    if _all_in_c(linear_map, input, weight, variance_dtype) and kernels.fit_together(input, weight, bias):
+    if _all_in_c(linear_map, input, weight, variance_dtype) and kernels.shapes_fit(input, weight, bias):
         return _FusedLinear.apply(input, weight, bias, log_sigma2)  # type: ignore[no-any-return,no-untyped-call]
     arguments = (linear_map, input, weight, bias, log_sigma2, variance_dtype, shape)
     return _Fused.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.layers import SparseLayer
+from sparsevd.posterior.divergence import summed_kl
 
 # β as a function of how far the training is, from 0 (the first step) to 1 (the end).
 BetaSchedule = Callable[[float], float]
@@ -26,7 +26,7 @@ def kl(model: nn.Module) -> Tensor:
 
     loss = F.cross_entropy(model(x), y) + beta * sparsevd.kl(model) / n_train
     """
-    return kernels.kl([(layer.weight, layer.log_sigma2) for layer in sparse_layers(model).values()])
+    return summed_kl([(layer.weight, layer.log_sigma2) for layer in sparse_layers(model).values()])
 
 
 def elbo_loss(nll_mean: Tensor, model: nn.Module, *, n_train: int, beta: float = 1.0) -> Tensor:

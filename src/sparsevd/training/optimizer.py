@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.layers import SparseLayer
+from sparsevd.posterior.divergence import summed_kl
 
 
 class BoundAdam(torch.optim.AdamW):
@@ -60,7 +61,7 @@ class BoundAdam(torch.optim.AdamW):
             elif pair[0].requires_grad or pair[1].requires_grad:
                 others.append(pair)
         if others:
-            (self.kl_weight * kernels.kl(others)).backward()  # type: ignore[no-untyped-call]
+            (self.kl_weight * summed_kl(others)).backward()  # type: ignore[no-untyped-call]
         super().step()  # of all that has a gradient yet
 
     def _fits(self, weight: Tensor, log_sigma2: Tensor) -> bool:
@@ -68,7 +69,7 @@ class BoundAdam(torch.optim.AdamW):
         return (
             gradients[0] is not None
             and gradients[1] is not None
-            and kernels.take_side_by_side(weight, log_sigma2)
+            and kernels.can_take_pair(weight, log_sigma2)
             and not {weight, log_sigma2} & self._shared  # whose KL has several terms
             and self.defaults["weight_decay"] == 0
         )
