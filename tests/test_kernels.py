@@ -1,5 +1,6 @@
 """Every kernel against its twin in `functional`, on every instruction set that this machine has."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,13 +14,13 @@ from torch import nn
 
 import sparsevd
 from sparsevd import kernels
+from sparsevd.kernels.steps import KINDS
 from sparsevd.posterior import equations
 from sparsevd.posterior.divergence import summed_kl
 
-GENERIC, AVX2, AVX512 = 1, 2, 3
-SETS = [s for s in (GENERIC, AVX2, AVX512) if kernels.available() and kernels.library().sparsevd_supports(s)]
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
-every_set = pytest.mark.parametrize("instruction_set", SETS)
+every_set = pytest.mark.parametrize("instruction_set", kernels.instruction_sets(), ids=lambda one: one.name)
+FOLDER = Path(kernels.__file__).parent
 SIZES = [1, 3, 4, 7, 16, 63, 64, 65, 100, 4095, 4096, 4097, 20_000]
 
 
@@ -239,13 +240,10 @@ print(len(history))
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_kernels_are_clean_under_the_sanitisers(tmp_path):
-    sources = sorted(str(path) for path in Path(kernels.__file__).parent.glob("*.c"))
-    sources = [
-        source for source in sources if not Path(source).stem.startswith(("inference", "sparse"))
-    ]  # their own test
+    sources = sorted(str(path) for path in FOLDER.glob("*.c"))
     program = tmp_path / "check"
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-    options = ["-std=gnu11", "-O1", "-g", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    options = ["-std=gnu11", "-O0", "-g", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", f"-I{FOLDER}"]
     trivial = tmp_path / "trivial.c"
     trivial.write_text("int main(void) { return 0; }")
     trial = ["cc", *options, *checks, str(trivial), "-o", str(tmp_path / "trivial")]
@@ -256,3 +254,24 @@ def test_kernels_are_clean_under_the_sanitisers(tmp_path):
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[0]) > 400
+
+
+def enumerated(header, name):
+    """The words of an enum in C, in their order."""
+    (words,) = re.findall(rf"enum {name} \{{(.*?)\}}", (FOLDER / header).read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(r"\w+", words)
+
+
+def test_python_and_c_spell_the_same_kinds():
+    sets = [one.name for one in kernels.InstructionSet]
+    assert [*sets, "INSTRUCTION_SETS"] == enumerated("kernels.h", "instruction_set")
+    assert list(kernels.InstructionSet) == list(range(len(sets)))
+    assert list(KINDS) == enumerated("inference.h", "step_kind")
+
+
+@built
+def test_the_best_instruction_set_is_the_widest():
+    widths = [kernels.lanes(one) for one in kernels.instruction_sets()]
+    assert kernels.lanes() == max(widths)
+    assert kernels.InstructionSet.GENERIC in kernels.instruction_sets()
+    assert [kernels.lanes(number) for number in (-1, len(kernels.InstructionSet), 99)] == [0, 0, 0]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsevd.kernels import door
-from sparsevd.kernels.loading import library, supports
+from sparsevd.kernels.loading import BEST, InstructionSet, instruction_sets, lanes, library
 from sparsevd.kernels.training import (
-    BEST,
     adam_step_,
     fresh_seed,
     kl,
@@ -29,20 +28,22 @@ from sparsevd.kernels.training import (
 
 __all__ = [
     "BEST",
+    "InstructionSet",
     "adam_step_",
     "available",
     "can_take",
     "can_take_pair",
     "fresh_seed",
+    "instruction_sets",
     "kl",
     "kl_with_gradients",
+    "lanes",
     "library",
     "linear_backward",
     "linear_forward",
     "sample_",
     "sgemm",
     "shapes_fit",
-    "supports",
     "times_variance_",
     "variance",
 ]

@@ -60,7 +60,6 @@ struct step {
 
 /* A part of the work on one group of images: filters order[first] to order[last - 1]. */
 struct sparse_kernels {
-  int lanes;
   void (*pack)(const struct sparse_layer *layer, const float *in, ptrdiff_t image_stride, ptrdiff_t images,
                float *planes, ptrdiff_t first_channel, ptrdiff_t last_channel);
   void (*product)(const struct sparse_layer *layer, const float *planes, float *out, int32_t first, int32_t last);

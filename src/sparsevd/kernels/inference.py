@@ -4,7 +4,6 @@ What the C side computes is said in `inference.h`. Here the nonzeros of a weight
 """
 
 import ctypes
-import functools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +13,14 @@ import torch
 from torch import Tensor
 
 from sparsevd.errors import ArgumentError
-from sparsevd.kernels import BEST, door
-from sparsevd.kernels.loading import library, required
+from sparsevd.kernels import door
+from sparsevd.kernels.loading import BEST, lanes, required
 
 ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
 _INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 _POINTERS = "slot place zero order starts nonzeros bias"
-
-
-@functools.cache
-def lanes() -> int:
-    """Numbers in a register of this machine's best instruction set; 0 without the kernels."""
-    built = library()
-    return int(built.sparsevd_sparse_lanes(BEST)) if built else 0
 
 
 class LayerStruct(ctypes.Structure):
@@ -101,11 +93,11 @@ class SparseProduct:
         instruction_set: int = BEST,
     ) -> None:
         built = required()
-        lanes = built.sparsevd_sparse_lanes(instruction_set)
-        if lanes == 0 or images < 1 or (images > 1 and images % lanes) or batch < 0 or min(size) < 1:
+        vector = lanes(instruction_set)
+        if vector == 0 or images < 1 or (images > 1 and images % vector) or batch < 0 or min(size) < 1:
             raise ArgumentError(
-                f"instruction set {instruction_set} with batch {batch}, images of {size}, {images} side by side: the "
-                f"machine must have it, and these must be 1 or a multiple of its {lanes or 'numbers in a register'}"
+                f"instruction set {instruction_set!r} with batch {batch}, images of {size}, {images} side by side: the "
+                f"machine must have it, and these must be 1 or a multiple of its {vector or 'numbers in a register'}"
             )
         if not 2 <= weight.ndim <= 4 or weight.shape[0] % geometry.groups:
             raise ArgumentError(f"a weight of shape {tuple(weight.shape)} in {geometry.groups} groups is no layer")
@@ -127,7 +119,7 @@ class SparseProduct:
         values = dense[filters, inputs, y, x]
         inputs = inputs + filters // (self.outputs // geometry.groups) * dense.shape[1]
         # Read in place what has no zeros around it, unless tiles would read past its end.
-        whole_tiles = planes.out_width % lanes == 0 or self.out_size == (1, 1)
+        whole_tiles = planes.out_width % vector == 0 or self.out_size == (1, 1)
         direct = images == 1 and geometry.stride == (1, 1) and planes.size == size[0] * size[1] and whole_tiles
         read = np.full(channels, direct)
         read[inputs] = True

@@ -1,6 +1,7 @@
-"""Finding and loading the compiled kernels, with the types of their functions."""
+"""Finding and loading the compiled kernels: the types of their functions, and the instruction sets to choose from."""
 
 import ctypes
+import enum
 import functools
 import os
 from pathlib import Path
@@ -10,6 +11,18 @@ import torch
 from sparsevd.errors import ArgumentError
 
 _POINTER, _INT, _SIZE, _SEED = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t, ctypes.c_uint64
+
+
+class InstructionSet(enum.IntEnum):
+    """enum instruction_set of kernels.h."""
+
+    BEST = 0  # the widest of this machine
+    GENERIC = 1
+    AVX2 = 2
+    AVX512 = 3
+
+
+BEST = InstructionSet.BEST
 
 
 @functools.cache
@@ -47,8 +60,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.sparsevd_linear_forward.argtypes = [*common, _SEED, _INT, _INT, *[_POINTER] * 9]
     kernels.sparsevd_linear_backward.argtypes = [*common, _INT, _INT, *[_POINTER] * 13]
     kernels.sparsevd_linear_forward.restype = kernels.sparsevd_linear_backward.restype = None
-    kernels.sparsevd_supports.argtypes, kernels.sparsevd_supports.restype = [_INT], _INT
-    kernels.sparsevd_sparse_lanes.argtypes, kernels.sparsevd_sparse_lanes.restype = [_INT], _INT
+    kernels.sparsevd_lanes.argtypes, kernels.sparsevd_lanes.restype = [_INT], _INT
     kernels.sparsevd_sparse_scratch.argtypes, kernels.sparsevd_sparse_scratch.restype = [_POINTER], _SIZE
     for run in (kernels.sparsevd_sparse_run, kernels.sparsevd_plan_run):
         run.argtypes, run.restype = [_INT, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER], None
@@ -77,7 +89,13 @@ def required() -> ctypes.CDLL:
     return kernels
 
 
-def supports(instruction_set: int) -> bool:
-    """Whether this machine has the instruction set of this number."""
+@functools.cache
+def lanes(instruction_set: int = BEST) -> int:
+    """Numbers in a register of this instruction set; 0 if the machine does not have it, or without the kernels."""
     kernels = library()
-    return kernels is not None and bool(kernels.sparsevd_supports(instruction_set))
+    return int(kernels.sparsevd_lanes(instruction_set)) if kernels else 0
+
+
+def instruction_sets() -> list[InstructionSet]:
+    """Those of this machine by name, the narrowest first."""
+    return [one for one in InstructionSet if one is not BEST and lanes(one)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.inference import ENOUGH, LayerStruct
-from sparsevd.kernels.loading import required
+from sparsevd.kernels.loading import lanes, required
 from sparsevd.kernels.steps import KINDS, OVERREAD, Network, Step, Value, nonzeros_of
 
 
@@ -63,11 +63,11 @@ class Program:
 
     def __init__(self, net: Network, images: int, instruction_set: int) -> None:
         built = required()
-        lanes = built.sparsevd_sparse_lanes(instruction_set)
-        if lanes == 0 or images < 1 or (images > 1 and images % lanes):
+        vector = lanes(instruction_set)
+        if vector == 0 or images < 1 or (images > 1 and images % vector):
             raise ArgumentError(
-                f"instruction set {instruction_set} with {images} images side by side: this machine must have it, and "
-                f"they must be 1 or a multiple of its {lanes or 'numbers in a register'}"
+                f"instruction set {instruction_set!r} with {images} images side by side: the machine must have it, "
+                f"and they must be 1 or a multiple of its {vector or 'numbers in a register'}"
             )
         self._kept: list[Any] = []  # what the structs point to
         floats = net.placed(images)

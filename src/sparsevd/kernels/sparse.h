@@ -1,8 +1,6 @@
-/* The sparse layers of inference. Included once per instruction set, after its LANES and TARGET. */
+/* The sparse layers of inference, for the instruction set of one_set.h. */
 
 #include <math.h>
-
-#include "vectors.h"
 
 #define TILE 12    /* vectors of outputs held in registers: 16 in all on AVX2, some of them for weight and input */
 #define STRIP 16   /* filters whose outputs wait in a small buffer to be cropped */
@@ -439,4 +437,4 @@ TARGET static void step(const struct step *step, float *scratch, int32_t images,
   }
 }
 
-#define SPARSE_KERNELS {LANES, pack, product, unpack, step} /* a struct sparse_kernels */
+#define SPARSE_KERNELS {pack, product, unpack, step} /* a struct sparse_kernels */

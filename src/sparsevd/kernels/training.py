@@ -12,9 +12,7 @@ from torch import Tensor
 
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
-from sparsevd.kernels.loading import required, supports
-
-BEST = 0  # the widest instruction set of this machine; kernels.c numbers them
+from sparsevd.kernels.loading import BEST, lanes, required
 
 
 def kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -190,6 +188,6 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _common(instruction_set: int, tensor: Tensor) -> tuple[int, int, int]:
-    if instruction_set != BEST and not supports(instruction_set):
-        raise ArgumentError(f"this machine has no instruction set {instruction_set}")
+    if not lanes(instruction_set):
+        raise ArgumentError(f"this machine has no instruction set {instruction_set!r}")
     return instruction_set, torch.get_num_threads(), tensor.numel()
