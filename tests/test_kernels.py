@@ -1,5 +1,6 @@
 """Every kernel against its twin in `functional`, on every instruction set that this machine has."""
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from torch import nn
 
 import sparsevd
 from sparsevd import kernels
+from sparsevd.errors import SparseVDWarning
+from sparsevd.kernels import loading, structs
 from sparsevd.kernels.steps import KINDS
 from sparsevd.posterior import equations
 from sparsevd.posterior.divergence import summed_kl
@@ -267,6 +270,50 @@ def test_python_and_c_spell_the_same_kinds():
     assert [*sets, "INSTRUCTION_SETS"] == enumerated("kernels.h", "instruction_set")
     assert list(kernels.InstructionSet) == list(range(len(sets)))
     assert list(KINDS) == enumerated("inference.h", "step_kind")
+
+
+def fields(struct):
+    """Name and type of every field of a struct in C, in their order; a pointer is one whatever it points to."""
+    text = "".join((FOLDER / header).read_text(encoding="utf-8") for header in ("kernels.h", "inference.h", "plan.h"))
+    (body,) = re.findall(rf"^struct {struct} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    for declaration in re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL).split(";")[:-1]:
+        kind, *names = re.sub(r"^\s*(const )?(struct )?", "", declaration).replace("*", " * ").split(None, 1)
+        for name in names[0].split(","):
+            word, length = re.fullmatch(r"[\s*]*(\w+)(?:\[(\d+)\])?\s*", name).groups()
+            yield word, "pointer" if "*" in name else kind + (f"[{length}]" if length else "")
+
+
+C_TYPES = {
+    ctypes.c_int32: "int32_t", ctypes.c_int64: "int64_t", ctypes.c_float: "float", ctypes.c_float * 2: "float[2]",
+    ctypes.c_void_p: "pointer", structs.ValueStruct: "value",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", structs.STRUCTS)
+def test_python_and_c_have_the_same_fields(name):
+    assert [(field, C_TYPES[kind]) for field, kind in structs.STRUCTS[name]._fields_] == list(fields(name))
+
+
+@built
+@pytest.mark.parametrize("name", [*structs.STRUCTS, "unknown"])
+def test_a_library_with_other_structs_is_refused(name, monkeypatch):
+    """Sizes and the places of the last fields are compared when it is loaded."""
+    before = structs.STRUCTS.get(name, ctypes.Structure)
+    last = {"_fields_": [("one_more", ctypes.c_void_p)]}
+    monkeypatch.setitem(structs.STRUCTS, name, type(before.__name__, (before,), last))
+    with pytest.warns(SparseVDWarning, match=rf"struct {name} has .* in C, .* in Python. Build them"):
+        assert loading.library.__wrapped__() is None
+
+
+@built
+@pytest.mark.parametrize("content", [b"no library", None])
+def test_a_library_that_does_not_load_is_named(content, monkeypatch, tmp_path):
+    path = tmp_path / "_kernels.so"
+    if content:
+        path.write_bytes(content)
+    monkeypatch.setenv("SPARSEVD_KERNELS", str(path))
+    with pytest.warns(SparseVDWarning, match=re.escape(str(path))):
+        assert loading.library.__wrapped__() is None
 
 
 @built

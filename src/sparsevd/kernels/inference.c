@@ -10,6 +10,7 @@
 #endif
 
 #include "kernels.h"
+#include "plan.h"
 
 static ptrdiff_t rounded(ptrdiff_t floats) { return (floats + 15) / 16 * 16; }
 
@@ -93,23 +94,13 @@ void sparsevd_sparse_run(int set, int threads, const struct sparse_layer *layer,
 
 /* ---- a whole network ---- */
 
-/* Input and output of the network are [batch][numbers]; in between, a group of images stays in scratch memory. */
-struct plan {
-  int32_t images, steps;
-  int32_t out_planes, out_size; /* where the output lies, without gaps, and its numbers for each image */
-  int64_t scratch;              /* floats for a group of images; zero before the first call */
-  const struct sparse_layer *input; /* how the input is packed */
-  int32_t input_planes;
-  const struct step *step;
-};
-
 static void part_of_step(const struct sparse_kernels *kernels, const struct plan *plan, const struct step *step,
                          float *scratch, int part, int parts) {
   if (step->kind == PRODUCT)
     kernels->step(step, scratch, plan->images, share(step->layer, part, parts), share(step->layer, part + 1, parts));
   else
-    kernels->step(step, scratch, plan->images, (ptrdiff_t)step->in.channels * part / parts,
-                  (ptrdiff_t)step->in.channels * (part + 1) / parts);
+    kernels->step(step, scratch, plan->images, (ptrdiff_t)step->input.channels * part / parts,
+                  (ptrdiff_t)step->input.channels * (part + 1) / parts);
 }
 
 static void plan_group(const struct sparse_kernels *kernels, const struct plan *plan, ptrdiff_t batch, ptrdiff_t group,

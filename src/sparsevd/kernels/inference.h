@@ -50,7 +50,7 @@ enum step_kind { PRODUCT, REPACK, MAX_POOL, AVERAGE_POOL, AFFINE, ADD };
 /* One operation of a network. */
 struct step {
   int32_t kind;
-  struct value in, second, out;
+  struct value input, second, out;
   int32_t kernel_y, kernel_x, stride_y, stride_x, top, left, dilation_y, dilation_x; /* of a window */
   int32_t count_padding;    /* an average counts the zeros around the image too */
   float low, high;          /* the activation of AFFINE and ADD */

@@ -15,23 +15,11 @@ from torch import Tensor
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.loading import BEST, lanes, required
+from sparsevd.kernels.structs import NONZERO, LayerStruct
 
 ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
-_INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-_POINTERS = "slot place zero order starts nonzeros bias"
-
-
-class LayerStruct(ctypes.Structure):
-    """struct sparse_layer"""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zero_runs", "direct", "out_pitch", "out_plane")),
-        ("low", ctypes.c_float),
-        ("high", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
-    )
 
 
 @dataclass(frozen=True)
@@ -184,7 +172,7 @@ def in_order(outputs: int, filters: Ints, offsets: Ints, values: np.ndarray[Any,
     rank = np.empty_like(order)
     rank[order] = np.arange(outputs)
     by_rank = np.argsort(rank[filters], kind="stable")
-    nonzeros = np.empty(len(values), dtype=[("offset", np.int32), ("weight", np.float32)])
+    nonzeros = np.empty(len(values), dtype=NONZERO)
     nonzeros["offset"], nonzeros["weight"] = offsets[by_rank], values[by_rank]
     starts = np.concatenate([[0], np.cumsum(counts[order])])
     return {"order": order.astype(np.int32), "starts": starts.astype(np.int32), "nonzeros": nonzeros}

@@ -1,6 +1,7 @@
 /* What Python asks before it uses the library, and the choice among instruction sets. */
 
 #include "kernels.h"
+#include "plan.h"
 
 static const struct kernels *tables[INSTRUCTION_SETS]; /* null for a set that this machine does not have */
 
@@ -18,6 +19,21 @@ const struct kernels *kernels_of(int set) { return set >= 0 && set < INSTRUCTION
 
 /* Floats in a vector of this instruction set; 0 if the machine does not have it. */
 int sparsevd_lanes(int set) { return kernels_of(set) ? kernels_of(set)->lanes : 0; }
+
+/* The structs that Python fills, with their sizes and where their last fields begin: structs.py compares them with its
+   own, since a library that reads others would read what is not there. */
+struct layout {
+  const char *name;
+  size_t size, last;
+};
+#define LAYOUT(type, field) {#type, sizeof(struct type), offsetof(struct type, field)}
+const struct layout *sparsevd_layouts(void) {
+  static const struct layout layouts[] = {
+      LAYOUT(adam, rates), LAYOUT(nonzero, weight), LAYOUT(sparse_layer, bias), LAYOUT(value, first),
+      LAYOUT(step, layer), LAYOUT(plan, step),      {NULL, 0, 0},
+  };
+  return layouts;
+}
 
 /* Which sources this library was built from, as setup.py says. Kernels that were built from others than those beside
    them would pass for these; a test compares the two. */

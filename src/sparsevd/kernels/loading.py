@@ -4,11 +4,13 @@ import ctypes
 import enum
 import functools
 import os
+import warnings
 from pathlib import Path
 
 import torch
 
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, SparseVDWarning
+from sparsevd.kernels import structs
 
 _POINTER, _INT, _SIZE, _SEED = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t, ctypes.c_uint64
 
@@ -27,7 +29,8 @@ BEST = InstructionSet.BEST
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built or do not load, or SPARSEVD_KERNELS=0 forbids them.
+    """The compiled kernels, or None where they were not built, or SPARSEVD_KERNELS=0 forbids them. Also None, with a
+    warning that says why, where they do not load or were built from sources that do not fit this Python code.
 
     SPARSEVD_KERNELS may also name a library built from the same sources in another way, such as with sanitisers.
     """
@@ -42,41 +45,53 @@ def library() -> ctypes.CDLL | None:
         # torch's own OpenMP first and for all: with two of them the threads of one would spin in the way of the other.
         for runtime in Path(torch.__file__).parent.glob("lib/libgomp*"):
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        return _declared(ctypes.CDLL(str(found[0])))
-    except (OSError, AttributeError):  # AttributeError: built from other sources than these
-        return None
+        kernels = _declared(ctypes.CDLL(str(found[0])))
+        reason = structs.difference(kernels)
+    except (OSError, AttributeError) as error:  # AttributeError: a function is missing
+        reason = str(error)
+    if reason is None:
+        return kernels
+    warnings.warn(
+        f"the compiled kernels are not used, and everything is slower: {reason}. Build them from the present sources: "
+        "install again, or in a clone run python setup.py build_ext --inplace --force",
+        SparseVDWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+_COMMON = [_INT, _INT, _SIZE]  # instruction set, threads, how many numbers
+_RUN: list[type] = [_INT, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER]
+_FUNCTIONS: dict[str, tuple[list[type], type | None]] = {
+    "lanes": ([_INT], _INT),
+    "blocks": ([_SIZE], _SIZE),
+    "kl": ([*_COMMON, *[_POINTER] * 5], ctypes.c_double),
+    "adam": ([*_COMMON, *[_POINTER] * 9], None),
+    "sample": ([*_COMMON, _SEED, *[_POINTER] * 3], None),
+    "exp": ([*_COMMON, _POINTER, _POINTER], None),
+    "exp_bf16": ([*_COMMON, _POINTER, _POINTER], None),
+    "times_exp": ([*_COMMON, _POINTER, _POINTER], None),
+    "linear_forward": ([*_COMMON, _SEED, _INT, _INT, *[_POINTER] * 9], None),
+    "linear_backward": ([*_COMMON, _INT, _INT, *[_POINTER] * 13], None),
+    "sparse_scratch": ([_POINTER], _SIZE),
+    "sparse_run": (_RUN, None),
+    "plan_run": (_RUN, None),
+    "pack_open": ([_POINTER, _SIZE, _POINTER], _POINTER),
+    "pack_prime": ([_POINTER, _POINTER, _SIZE], None),
+    "pack_learn_from": ([_POINTER, _POINTER], None),
+    "pack_bytes": ([_POINTER, _POINTER, _SIZE], _INT),
+    "pack_matrix": ([_POINTER, _POINTER, *[_SIZE] * 4, _POINTER, _INT], _INT),
+    "pack_account": ([_POINTER, _POINTER], None),
+    "pack_finish": ([_POINTER], _SIZE),
+    "pack_written": ([_POINTER], _POINTER),
+    "pack_close": ([_POINTER], None),
+}
 
 
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions."""
-    common = [_INT, _INT, _SIZE]  # instruction set, threads, how many numbers
-    kernels.sparsevd_blocks.argtypes, kernels.sparsevd_blocks.restype = [_SIZE], _SIZE
-    kernels.sparsevd_kl.argtypes, kernels.sparsevd_kl.restype = [*common, *[_POINTER] * 5], ctypes.c_double
-    kernels.sparsevd_adam.argtypes, kernels.sparsevd_adam.restype = [*common, *[_POINTER] * 9], None
-    kernels.sparsevd_sample.argtypes, kernels.sparsevd_sample.restype = [*common, _SEED, *[_POINTER] * 3], None
-    for name in ("sparsevd_exp", "sparsevd_exp_bf16", "sparsevd_times_exp"):
-        function = getattr(kernels, name)
-        function.argtypes, function.restype = [*common, _POINTER, _POINTER], None
-    kernels.sparsevd_linear_forward.argtypes = [*common, _SEED, _INT, _INT, *[_POINTER] * 9]
-    kernels.sparsevd_linear_backward.argtypes = [*common, _INT, _INT, *[_POINTER] * 13]
-    kernels.sparsevd_linear_forward.restype = kernels.sparsevd_linear_backward.restype = None
-    kernels.sparsevd_lanes.argtypes, kernels.sparsevd_lanes.restype = [_INT], _INT
-    kernels.sparsevd_sparse_scratch.argtypes, kernels.sparsevd_sparse_scratch.restype = [_POINTER], _SIZE
-    for run in (kernels.sparsevd_sparse_run, kernels.sparsevd_plan_run):
-        run.argtypes, run.restype = [_INT, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER], None
-    coder: dict[str, tuple[list[type], type | None]] = {
-        "open": ([_POINTER, _SIZE, _POINTER], _POINTER),
-        "prime": ([_POINTER, _POINTER, _SIZE], None),
-        "learn_from": ([_POINTER, _POINTER], None),
-        "bytes": ([_POINTER, _POINTER, _SIZE], _INT),
-        "matrix": ([_POINTER, _POINTER, *[_SIZE] * 4, _POINTER, _INT], _INT),
-        "account": ([_POINTER, _POINTER], None),
-        "finish": ([_POINTER], _SIZE),
-        "written": ([_POINTER], _POINTER),
-        "close": ([_POINTER], None),
-    }
-    for name, (arguments, result) in coder.items():
-        function = getattr(kernels, f"sparsevd_pack_{name}")
+    for name, (arguments, result) in _FUNCTIONS.items():
+        function = getattr(kernels, f"sparsevd_{name}")
         function.argtypes, function.restype = arguments, result
     return kernels
 

@@ -9,53 +9,10 @@ from torch import Tensor
 
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
-from sparsevd.kernels.inference import ENOUGH, LayerStruct
+from sparsevd.kernels.inference import ENOUGH
 from sparsevd.kernels.loading import lanes, required
 from sparsevd.kernels.steps import KINDS, OVERREAD, Network, Step, Value, nonzeros_of
-
-
-class _Value(ctypes.Structure):
-    """struct value"""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ["channels", "height", "width", "pitch", "plane", "planes", "first"]
-    )
-
-
-class _Step(ctypes.Structure):
-    """struct step"""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("input", _Value),
-        ("second", _Value),
-        ("out", _Value),
-        *(
-            (name, ctypes.c_int32)
-            for name in ["kernel_y", "kernel_x", "stride_y", "stride_x", "top", "left", "dilation_y", "dilation_x"]
-        ),
-        ("count_padding", ctypes.c_int32),
-        ("low", ctypes.c_float),
-        ("high", ctypes.c_float),
-        ("scale", ctypes.c_void_p),
-        ("shift", ctypes.c_void_p),
-        ("layer", ctypes.c_void_p),
-    )
-
-
-class _Plan(ctypes.Structure):
-    """struct plan"""
-
-    _fields_ = (
-        ("images", ctypes.c_int32),
-        ("steps", ctypes.c_int32),
-        ("out_planes", ctypes.c_int32),
-        ("out_size", ctypes.c_int32),
-        ("scratch", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("input_planes", ctypes.c_int32),
-        ("step", ctypes.c_void_p),
-    )
+from sparsevd.kernels.structs import NONZERO, LayerStruct, PlanStruct, StepStruct, ValueStruct
 
 
 class Program:
@@ -75,8 +32,8 @@ class Program:
         in_phases = {id(step.out) for step in net.steps if step.kind == "REPACK"}
         for value in net.values:
             self._check(value, id(value) in in_phases)
-        steps = (_Step * len(net.steps))(*(self._step(step) for step in net.steps))
-        self._plan = _Plan(
+        steps = (StepStruct * len(net.steps))(*(self._step(step) for step in net.steps))
+        self._plan = PlanStruct(
             images=images,
             steps=len(steps),
             out_planes=net.output.planes,
@@ -196,13 +153,13 @@ class Program:
             bias=self._pointer("bias", bias, (out.channels,), np.float32),
             order=self._pointer("order", arrays["order"], (out.channels,), np.int32),
             starts=self._pointer("starts", arrays["starts"], (out.channels + 1,), np.int32),
-            nonzeros=self._pointer("nonzeros", arrays["nonzeros"], (arrays["starts"][-1],), arrays["nonzeros"].dtype),
+            nonzeros=self._pointer("nonzeros", arrays["nonzeros"], (arrays["starts"][-1],), NONZERO),
         )
         self._kept.append(layer)
         return layer
 
-    def _step(self, step: Step) -> _Step:
-        result = _Step(
+    def _step(self, step: Step) -> StepStruct:
+        result = StepStruct(
             kind=KINDS.index(step.kind),
             input=_value(step.inputs[0]),
             second=_value(step.inputs[-1]),
@@ -239,6 +196,6 @@ class Program:
         return result
 
 
-def _value(value: Value) -> _Value:
+def _value(value: Value) -> ValueStruct:
     fields = (value.channels, value.height, value.width, value.pitch, value.plane, value.planes, value.first)
-    return _Value(*(door.int32("a size of an activation", field) for field in fields))
+    return ValueStruct(*(door.int32("a size of an activation", field) for field in fields))

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.loading import BEST, lanes, required
+from sparsevd.kernels.structs import AdamStruct
 
 
 def kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -66,9 +67,9 @@ def adam_step_(*tensors: Tensor, settings: Sequence[float], instruction_set: int
     """
     if len(tensors) != 8 or len(settings) != 7:
         raise ArgumentError(f"Adam takes 8 tensors and 7 settings, not {len(tensors)} and {len(settings)}")
-    adam = (ctypes.c_float * 7)(*settings)
+    adam = AdamStruct(*settings[:5], tuple(settings[5:]))
     given = door.addresses("θ gradient mean square log_σ² gradient mean square", tensors)
-    required().sparsevd_adam(*_common(instruction_set, tensors[0]), adam, *given)
+    required().sparsevd_adam(*_common(instruction_set, tensors[0]), ctypes.addressof(adam), *given)
 
 
 def sample_(
