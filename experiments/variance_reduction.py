@@ -31,10 +31,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import sparsevd
-from sparsevd import kernels
 from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.variational_dropout import multiplicative_noise
 from sparsevd.posterior import equations
+from sparsevd.posterior.divergence import summed_kl
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.zoo.datasets import load
 from sparsevd.zoo.models import MODELS
@@ -94,7 +94,7 @@ class Original:
 
     def kl(self) -> Tensor:
         """The KL is a function of α alone; with θ = 1 it is that of log σ² = log α."""
-        return kernels.kl(list(zip(self.ones, self.alphas, strict=True)))
+        return summed_kl(list(zip(self.ones, self.alphas, strict=True)))
 
 
 PARAMETRISATIONS: dict[str, type[Additive] | type[Original]] = {"additive": Additive, "original": Original}

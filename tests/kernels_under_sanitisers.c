@@ -6,10 +6,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "kernels.h"
+
+int sparsevd_lanes(int set);
 ptrdiff_t sparsevd_blocks(ptrdiff_t n);
-int sparsevd_supports(int set);
 double sparsevd_kl(int, int, ptrdiff_t, const float *, const float *, float *, float *, double *);
-struct adam;
 void sparsevd_adam(int, int, ptrdiff_t, const struct adam *, float *, const float *, float *, float *, float *,
                    const float *, float *, float *);
 void sparsevd_sample(int, int, ptrdiff_t, uint64_t, float *, float *, float *);
@@ -47,15 +48,15 @@ static float *array(ptrdiff_t n, float scale) {
 
 int main(void) {
   int runs = 0;
-  for (int set = 0; set <= 3; set++) {
-    if (!sparsevd_supports(set)) continue;
+  for (int set = BEST; set < INSTRUCTION_SETS; set++) {
+    if (!sparsevd_lanes(set)) continue;
     for (ptrdiff_t n = 0; n < 9000; n = n < 200 ? n + 1 : n + 1231) {
       float *theta = array(n, 0.1f), *log_sigma2 = array(n, -3.0f), *a = array(n, 0), *b = array(n, 0);
       double *sums = malloc(sizeof(double) * (sparsevd_blocks(n) + !n));
       sparsevd_kl(set, 2, n, theta, log_sigma2, a, b, sums);
-      const float settings[7] = {1e-4f, 0.9f, 0.99f, 0.1f, 1e-8f, 1e-2f, 1e-3f};
+      const struct adam settings = {1e-4f, 0.9f, 0.99f, 0.1f, 1e-8f, {1e-2f, 1e-3f}};
       float *m = array(n, 0), *v = array(n, 0.1f), *m2 = array(n, 0), *v2 = array(n, 0.1f);
-      sparsevd_adam(set, 2, n, (const struct adam *)(const void *)settings, theta, a, m, v, log_sigma2, b, m2, v2);
+      sparsevd_adam(set, 2, n, &settings, theta, a, m, v, log_sigma2, b, m2, v2);
       free(m), free(v), free(m2), free(v2);
       sparsevd_sample(set, 2, n, 5, theta, a, b);
       sparsevd_sample(set, 2, n, 5, theta, a, NULL);
@@ -76,9 +77,9 @@ int main(void) {
         float *x2 = array(rows * ins, 0), *sigma2 = array(ins * outs, 0), *delta = array(rows * outs, 0);
         float *g1 = array(ins * outs, 0), *g2 = array(ins * outs, 0), *g3 = array(outs, 0), *g4 = array(rows * ins, 0);
         for (int with = 0; with < 2; with++) {
-          sparsevd_linear_forward(0, 2, rows, 5, ins, outs, sgemm, x, theta, noise, with ? bias : NULL, out, slope, x2,
+          sparsevd_linear_forward(BEST, 2, rows, 5, ins, outs, sgemm, x, theta, noise, with ? bias : NULL, out, slope, x2,
                                   sigma2);
-          sparsevd_linear_backward(0, 2, rows, ins, outs, sgemm, out, slope, x, theta, noise, g1, g2,
+          sparsevd_linear_backward(BEST, 2, rows, ins, outs, sgemm, out, slope, x, theta, noise, g1, g2,
                                    with ? g3 : NULL, with ? g4 : NULL, delta, x2, with ? sigma2 : NULL);
         }
         free(x), free(theta), free(noise), free(bias), free(out), free(slope), free(x2), free(sigma2), free(delta);

@@ -7,9 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "inference.h"
+#include "kernels.h"
 
-int sparsevd_sparse_lanes(int set);
+int sparsevd_lanes(int set);
 ptrdiff_t sparsevd_sparse_scratch(const struct sparse_layer *layer);
 void sparsevd_sparse_run(int set, int threads, const struct sparse_layer *layer, ptrdiff_t batch, const float *in,
                          float *out, float *scratch);
@@ -106,8 +106,8 @@ static int one(int set, int images) {
 
 int main(int count, char **arguments) {
   const int rounds = count > 1 ? atoi(arguments[1]) : 100;
-  for (int set = 1; set <= 3; set++) {
-    const int lanes = sparsevd_sparse_lanes(set);
+  for (int set = GENERIC; set < INSTRUCTION_SETS; set++) {
+    const int lanes = sparsevd_lanes(set);
     if (!lanes) continue;
     for (int round = 0; round < rounds; round++) {
       const int wrong = one(set, round % 3 * lanes + !(round % 3));

@@ -1,5 +1,7 @@
 """Every kernel against its twin in `functional`, on every instruction set that this machine has."""
 
+import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +15,15 @@ from torch import nn
 
 import sparsevd
 from sparsevd import kernels
+from sparsevd.errors import SparseVDWarning
+from sparsevd.kernels import loading, structs
+from sparsevd.kernels.steps import KINDS
 from sparsevd.posterior import equations
+from sparsevd.posterior.divergence import summed_kl
 
-GENERIC, AVX2, AVX512 = 1, 2, 3
-SETS = [s for s in (GENERIC, AVX2, AVX512) if kernels.available() and kernels.library().sparsevd_supports(s)]
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
-every_set = pytest.mark.parametrize("instruction_set", SETS)
+every_set = pytest.mark.parametrize("instruction_set", kernels.instruction_sets(), ids=lambda one: one.name)
+FOLDER = Path(kernels.__file__).parent
 SIZES = [1, 3, 4, 7, 16, 63, 64, 65, 100, 4095, 4096, 4097, 20_000]
 
 
@@ -74,7 +79,7 @@ def test_tensors_without_memory_take_the_other_way():
         assert layer(torch.ones(2, 3, device="cpu")).shape == (2, 2)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(layer.weight.detach())
-        assert kernels.kl([(fake, fake)]).shape == ()
+        assert summed_kl([(fake, fake)]).shape == ()
 
 
 @built
@@ -222,9 +227,10 @@ def test_without_kernels_everything_works(tmp_path):
     code = """
 import torch, sparsevd
 from torch import nn
-import sparsevd.kernels as kernels
+from sparsevd import kernels
+from sparsevd.kernels import loading
 kernels.library.cache_clear()
-kernels.Path = type("NoFiles", (), {"__init__": lambda s, *a: None, "parent": property(lambda s: s),
+loading.Path = type("NoFiles", (), {"__init__": lambda s, *a: None, "parent": property(lambda s: s),
                                     "glob": lambda s, p: []})
 assert not kernels.available()
 x = torch.randn(200, 4); y = (x[:, 0] > 0).long()
@@ -237,13 +243,10 @@ print(len(history))
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_kernels_are_clean_under_the_sanitisers(tmp_path):
-    sources = sorted(str(path) for path in Path(kernels.__file__).parent.glob("*.c"))
-    sources = [
-        source for source in sources if not Path(source).stem.startswith(("inference", "sparse"))
-    ]  # their own test
+    sources = sorted(str(path) for path in FOLDER.glob("*.c"))
     program = tmp_path / "check"
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-    options = ["-std=gnu11", "-O1", "-g", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    options = ["-std=gnu11", "-O0", "-g", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", f"-I{FOLDER}"]
     trivial = tmp_path / "trivial.c"
     trivial.write_text("int main(void) { return 0; }")
     trial = ["cc", *options, *checks, str(trivial), "-o", str(tmp_path / "trivial")]
@@ -254,3 +257,68 @@ def test_kernels_are_clean_under_the_sanitisers(tmp_path):
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[0]) > 400
+
+
+def enumerated(header, name):
+    """The words of an enum in C, in their order."""
+    (words,) = re.findall(rf"enum {name} \{{(.*?)\}}", (FOLDER / header).read_text(encoding="utf-8"), re.DOTALL)
+    return re.findall(r"\w+", words)
+
+
+def test_python_and_c_spell_the_same_kinds():
+    sets = [one.name for one in kernels.InstructionSet]
+    assert [*sets, "INSTRUCTION_SETS"] == enumerated("kernels.h", "instruction_set")
+    assert list(kernels.InstructionSet) == list(range(len(sets)))
+    assert list(KINDS) == enumerated("inference.h", "step_kind")
+
+
+def fields(struct):
+    """Name and type of every field of a struct in C, in their order; a pointer is one whatever it points to."""
+    text = "".join((FOLDER / header).read_text(encoding="utf-8") for header in ("kernels.h", "inference.h", "plan.h"))
+    (body,) = re.findall(rf"^struct {struct} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    for declaration in re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL).split(";")[:-1]:
+        kind, *names = re.sub(r"^\s*(const )?(struct )?", "", declaration).replace("*", " * ").split(None, 1)
+        for name in names[0].split(","):
+            word, length = re.fullmatch(r"[\s*]*(\w+)(?:\[(\d+)\])?\s*", name).groups()
+            yield word, "pointer" if "*" in name else kind + (f"[{length}]" if length else "")
+
+
+C_TYPES = {
+    ctypes.c_int32: "int32_t", ctypes.c_int64: "int64_t", ctypes.c_float: "float", ctypes.c_float * 2: "float[2]",
+    ctypes.c_void_p: "pointer", structs.ValueStruct: "value",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", structs.STRUCTS)
+def test_python_and_c_have_the_same_fields(name):
+    assert [(field, C_TYPES[kind]) for field, kind in structs.STRUCTS[name]._fields_] == list(fields(name))
+
+
+@built
+@pytest.mark.parametrize("name", [*structs.STRUCTS, "unknown"])
+def test_a_library_with_other_structs_is_refused(name, monkeypatch):
+    """Sizes and the places of the last fields are compared when it is loaded."""
+    before = structs.STRUCTS.get(name, ctypes.Structure)
+    last = {"_fields_": [("one_more", ctypes.c_void_p)]}
+    monkeypatch.setitem(structs.STRUCTS, name, type(before.__name__, (before,), last))
+    with pytest.warns(SparseVDWarning, match=rf"struct {name} has .* in C, .* in Python. Build them"):
+        assert loading.library.__wrapped__() is None
+
+
+@built
+@pytest.mark.parametrize("content", [b"no library", None])
+def test_a_library_that_does_not_load_is_named(content, monkeypatch, tmp_path):
+    path = tmp_path / "_kernels.so"
+    if content:
+        path.write_bytes(content)
+    monkeypatch.setenv("SPARSEVD_KERNELS", str(path))
+    with pytest.warns(SparseVDWarning, match=re.escape(str(path))):
+        assert loading.library.__wrapped__() is None
+
+
+@built
+def test_the_best_instruction_set_is_the_widest():
+    widths = [kernels.lanes(one) for one in kernels.instruction_sets()]
+    assert kernels.lanes() == max(widths)
+    assert kernels.InstructionSet.GENERIC in kernels.instruction_sets()
+    assert [kernels.lanes(number) for number in (-1, len(kernels.InstructionSet), 99)] == [0, 0, 0]

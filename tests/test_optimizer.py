@@ -13,7 +13,6 @@ from sparsevd.training.optimizer import BoundAdam
 from sparsevd.zoo.models import lenet_5_caffe
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
-SETS = [s for s in (1, 2, 3) if kernels.available() and kernels.library().sparsevd_supports(s)]
 
 
 def small_net():
@@ -66,7 +65,7 @@ def test_a_step_is_that_of_adam_on_the_whole_objective(with_kernels, channels_la
 
 
 @built
-@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("instruction_set", kernels.instruction_sets(), ids=lambda one: one.name)
 @pytest.mark.parametrize("n", [1, 7, 255, 256, 257, 4099])
 def test_every_instruction_set_gives_the_same_step(instruction_set, n):
     theta, log_sigma2 = 0.1 * torch.randn(n), torch.randn(n) - 5

@@ -13,8 +13,7 @@ import sparsevd
 from sparsevd import kernels
 from sparsevd.errors import GraphError
 from sparsevd.graph import capture
-from sparsevd.kernels import program
-from sparsevd.kernels.inference import lanes
+from sparsevd.kernels import lanes, program
 from sparsevd.runtime import plan as module
 from sparsevd.runtime import timing
 from sparsevd.runtime.c_export import export_c

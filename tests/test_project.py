@@ -23,8 +23,8 @@ PACKAGE = ROOT / "src" / "sparsevd"
 ORDER = [
     "errors",
     "files",
-    "posterior",
     "kernels",
+    "posterior",
     "layers",
     "conversion",
     "reporting",

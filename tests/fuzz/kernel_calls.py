@@ -19,8 +19,9 @@ import sparsevd
 from fuzz.trial import Trial
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError, SparseVDError
+from sparsevd.kernels import lanes
 from sparsevd.kernels.coder import NativeCoder
-from sparsevd.kernels.inference import Geometry, SparseProduct, lanes
+from sparsevd.kernels.inference import Geometry, SparseProduct
 from sparsevd.posterior import equations
 from sparsevd.runtime.layers import InferenceLayer
 from sparsevd.runtime.plan import Plan

@@ -7,9 +7,9 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError, FormatError, WriteError
 from sparsevd.kernels import door
+from sparsevd.kernels.loading import required
 
 Matrix = NDArray[np.int32]
 MANTISSA_BITS = 23  # of a float32; -1 stands for integers
@@ -25,9 +25,7 @@ class NativeCoder:
     """The coder in C: an encoder without `data`, else a decoder of it. It holds a megabyte of its own until `close`."""
 
     def __init__(self, data: bytes | None = None):
-        library = kernels.library()
-        if library is None:
-            raise ArgumentError("the C kernels are not built; install with a C compiler")
+        library = required()
         if not isinstance(data, bytes | None):
             raise ArgumentError(f"the coder reads bytes, which stay as they are, not {type(data).__name__}")
         self._library = library

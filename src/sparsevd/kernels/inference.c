@@ -9,40 +9,8 @@
 #define omp_get_num_threads() 1
 #endif
 
-#include "inference.h"
-
-/* In a file for each instruction set. */
-extern const struct sparse_kernels sparse_kernels_generic;
-#if defined(__x86_64__)
-extern const struct sparse_kernels sparse_kernels_avx2, sparse_kernels_avx512;
-#endif
-
-static int has(int set) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (set == 2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (set == 3) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
-#endif
-  return set == 1;
-}
-
-/* Instruction sets by the numbers of kernels.c; 0 is the best one. The generic one is NEON where that is the baseline. */
-static const struct sparse_kernels *numbered(int set) {
-#if defined(__x86_64__)
-  static int best;
-  if (!best) best = has(3) ? 3 : has(2) ? 2 : 1;
-  switch (set ? set : best) {
-    case 2: return &sparse_kernels_avx2;
-    case 3: return &sparse_kernels_avx512;
-  }
-#else
-  (void)set;
-#endif
-  return &sparse_kernels_generic;
-}
-
-/* Floats in a vector of this instruction set; 0 if the machine does not have it. */
-int sparsevd_sparse_lanes(int set) { return set == 0 || has(set) ? numbered(set)->lanes : 0; }
+#include "kernels.h"
+#include "plan.h"
 
 static ptrdiff_t rounded(ptrdiff_t floats) { return (floats + 15) / 16 * 16; }
 
@@ -111,7 +79,7 @@ static void one_group(const struct sparse_kernels *kernels, const struct sparse_
 /* scratch has room for sparsevd_sparse_scratch(layer) floats per thread. */
 void sparsevd_sparse_run(int set, int threads, const struct sparse_layer *layer, ptrdiff_t batch, const float *in,
                          float *out, float *scratch) {
-  const struct sparse_kernels *kernels = numbered(set);
+  const struct sparse_kernels *kernels = &kernels_of(set)->sparse;
   const ptrdiff_t groups = (batch + layer->images - 1) / layer->images, step = group_size(layer);
   if (threads == 1 || groups < threads) {
     for (ptrdiff_t group = 0; group < groups; group++)
@@ -126,23 +94,13 @@ void sparsevd_sparse_run(int set, int threads, const struct sparse_layer *layer,
 
 /* ---- a whole network ---- */
 
-/* Input and output of the network are [batch][numbers]; in between, a group of images stays in scratch memory. */
-struct plan {
-  int32_t images, steps;
-  int32_t out_planes, out_size; /* where the output lies, without gaps, and its numbers for each image */
-  int64_t scratch;              /* floats for a group of images; zero before the first call */
-  const struct sparse_layer *input; /* how the input is packed */
-  int32_t input_planes;
-  const struct step *step;
-};
-
 static void part_of_step(const struct sparse_kernels *kernels, const struct plan *plan, const struct step *step,
                          float *scratch, int part, int parts) {
   if (step->kind == PRODUCT)
     kernels->step(step, scratch, plan->images, share(step->layer, part, parts), share(step->layer, part + 1, parts));
   else
-    kernels->step(step, scratch, plan->images, (ptrdiff_t)step->in.channels * part / parts,
-                  (ptrdiff_t)step->in.channels * (part + 1) / parts);
+    kernels->step(step, scratch, plan->images, (ptrdiff_t)step->input.channels * part / parts,
+                  (ptrdiff_t)step->input.channels * (part + 1) / parts);
 }
 
 static void plan_group(const struct sparse_kernels *kernels, const struct plan *plan, ptrdiff_t batch, ptrdiff_t group,
@@ -172,7 +130,7 @@ static void plan_group(const struct sparse_kernels *kernels, const struct plan *
 /* scratch has room for plan->scratch floats per thread; between calls only calls of the same plan may touch it. */
 void sparsevd_plan_run(int set, int threads, const struct plan *plan, ptrdiff_t batch, const float *in, float *out,
                        float *scratch) {
-  const struct sparse_kernels *kernels = numbered(set);
+  const struct sparse_kernels *kernels = &kernels_of(set)->sparse;
   const ptrdiff_t groups = (batch + plan->images - 1) / plan->images;
   if (threads == 1) {
     for (ptrdiff_t group = 0; group < groups; group++) plan_group(kernels, plan, batch, group, in, out, scratch, 0, 1);

@@ -50,7 +50,7 @@ enum step_kind { PRODUCT, REPACK, MAX_POOL, AVERAGE_POOL, AFFINE, ADD };
 /* One operation of a network. */
 struct step {
   int32_t kind;
-  struct value in, second, out;
+  struct value input, second, out;
   int32_t kernel_y, kernel_x, stride_y, stride_x, top, left, dilation_y, dilation_x; /* of a window */
   int32_t count_padding;    /* an average counts the zeros around the image too */
   float low, high;          /* the activation of AFFINE and ADD */
@@ -60,7 +60,6 @@ struct step {
 
 /* A part of the work on one group of images: filters order[first] to order[last - 1]. */
 struct sparse_kernels {
-  int lanes;
   void (*pack)(const struct sparse_layer *layer, const float *in, ptrdiff_t image_stride, ptrdiff_t images,
                float *planes, ptrdiff_t first_channel, ptrdiff_t last_channel);
   void (*product)(const struct sparse_layer *layer, const float *planes, float *out, int32_t first, int32_t last);

@@ -4,7 +4,6 @@ What the C side computes is said in `inference.h`. Here the nonzeros of a weight
 """
 
 import ctypes
-import functools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -13,33 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
+from sparsevd.kernels.loading import BEST, lanes, required
+from sparsevd.kernels.structs import NONZERO, LayerStruct
 
 ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
-_INTS = "channels height width outputs out_height out_width images used stride_x pitch plane"
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-_POINTERS = "slot place zero order starts nonzeros bias"
-
-
-@functools.cache
-def lanes() -> int:
-    """Numbers in a register of this machine's best instruction set; 0 without the kernels."""
-    built = kernels.library()
-    return int(built.sparsevd_sparse_lanes(kernels.BEST)) if built else 0
-
-
-class LayerStruct(ctypes.Structure):
-    """struct sparse_layer"""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in (*_INTS.split(), "zero_runs", "direct", "out_pitch", "out_plane")),
-        ("low", ctypes.c_float),
-        ("high", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
-    )
 
 
 @dataclass(frozen=True)
@@ -98,16 +78,14 @@ class SparseProduct:
         images: int = 1,
         low: float = -float("inf"),
         high: float = float("inf"),
-        instruction_set: int = kernels.BEST,
+        instruction_set: int = BEST,
     ) -> None:
-        built = kernels.library()
-        if built is None:
-            raise ArgumentError("the C kernels are not built; install with a C compiler")
-        lanes = built.sparsevd_sparse_lanes(instruction_set)
-        if lanes == 0 or images < 1 or (images > 1 and images % lanes) or batch < 0 or min(size) < 1:
+        built = required()
+        vector = lanes(instruction_set)
+        if vector == 0 or images < 1 or (images > 1 and images % vector) or batch < 0 or min(size) < 1:
             raise ArgumentError(
-                f"instruction set {instruction_set} with batch {batch}, images of {size}, {images} side by side: the "
-                f"machine must have it, and these must be 1 or a multiple of its {lanes or 'numbers in a register'}"
+                f"instruction set {instruction_set!r} with batch {batch}, images of {size}, {images} side by side: the "
+                f"machine must have it, and these must be 1 or a multiple of its {vector or 'numbers in a register'}"
             )
         if not 2 <= weight.ndim <= 4 or weight.shape[0] % geometry.groups:
             raise ArgumentError(f"a weight of shape {tuple(weight.shape)} in {geometry.groups} groups is no layer")
@@ -129,7 +107,7 @@ class SparseProduct:
         values = dense[filters, inputs, y, x]
         inputs = inputs + filters // (self.outputs // geometry.groups) * dense.shape[1]
         # Read in place what has no zeros around it, unless tiles would read past its end.
-        whole_tiles = planes.out_width % lanes == 0 or self.out_size == (1, 1)
+        whole_tiles = planes.out_width % vector == 0 or self.out_size == (1, 1)
         direct = images == 1 and geometry.stride == (1, 1) and planes.size == size[0] * size[1] and whole_tiles
         read = np.full(channels, direct)
         read[inputs] = True
@@ -194,7 +172,7 @@ def in_order(outputs: int, filters: Ints, offsets: Ints, values: np.ndarray[Any,
     rank = np.empty_like(order)
     rank[order] = np.arange(outputs)
     by_rank = np.argsort(rank[filters], kind="stable")
-    nonzeros = np.empty(len(values), dtype=[("offset", np.int32), ("weight", np.float32)])
+    nonzeros = np.empty(len(values), dtype=NONZERO)
     nonzeros["offset"], nonzeros["weight"] = offsets[by_rank], values[by_rank]
     starts = np.concatenate([[0], np.cumsum(counts[order])])
     return {"order": order.astype(np.int32), "starts": starts.astype(np.int32), "nonzeros": nonzeros}

@@ -1,14 +1,23 @@
-/* What one instruction set provides; kernels.c chooses among them at run time. */
+/* What one instruction set provides; library.c chooses among them at run time. */
 #ifndef SPARSEVD_KERNELS_H
 #define SPARSEVD_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>
 
+#include "inference.h"
+
+/* Python spells them in loading.py. BEST is the widest that the machine has. */
+enum instruction_set { BEST, GENERIC, AVX2, AVX512, INSTRUCTION_SETS };
+
 /* A step of Adam. rates: those of theta and log sigma^2, divided by 1 - beta1^step; deviation: sqrt(1 - beta2^step). */
 struct adam {
   float kl_weight, beta1, beta2, deviation, epsilon, rates[2];
 };
+
+/* Work is done in steps over a few hundred numbers, each step a short loop: one weight's logarithms and exponentials wait
+   for each other, those of many weights need not. */
+#define CHUNK 256
 
 struct train_kernels {
   double (*kl_block)(const float *theta, const float *log_sigma2, float *grad_theta, float *grad_log_sigma2,
@@ -25,9 +34,15 @@ struct train_kernels {
                      float *square_log_sigma2, ptrdiff_t n);
 };
 
-extern const struct train_kernels train_kernels_generic;
-#if defined(__x86_64__)
-extern const struct train_kernels train_kernels_avx2, train_kernels_avx512;
-#endif
+struct kernels {
+  int lanes; /* floats in a register */
+  struct train_kernels train;
+  struct sparse_kernels sparse;
+};
+
+extern const struct kernels kernels_generic, kernels_avx2, kernels_avx512;
+
+/* Null if this machine does not have the instruction set. */
+const struct kernels *kernels_of(int set);
 
 #endif

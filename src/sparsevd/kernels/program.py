@@ -7,69 +7,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
-from sparsevd.kernels.inference import ENOUGH, LayerStruct
+from sparsevd.kernels.inference import ENOUGH
+from sparsevd.kernels.loading import lanes, required
 from sparsevd.kernels.steps import KINDS, OVERREAD, Network, Step, Value, nonzeros_of
-
-
-class _Value(ctypes.Structure):
-    """struct value"""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ["channels", "height", "width", "pitch", "plane", "planes", "first"]
-    )
-
-
-class _Step(ctypes.Structure):
-    """struct step"""
-
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("input", _Value),
-        ("second", _Value),
-        ("out", _Value),
-        *(
-            (name, ctypes.c_int32)
-            for name in ["kernel_y", "kernel_x", "stride_y", "stride_x", "top", "left", "dilation_y", "dilation_x"]
-        ),
-        ("count_padding", ctypes.c_int32),
-        ("low", ctypes.c_float),
-        ("high", ctypes.c_float),
-        ("scale", ctypes.c_void_p),
-        ("shift", ctypes.c_void_p),
-        ("layer", ctypes.c_void_p),
-    )
-
-
-class _Plan(ctypes.Structure):
-    """struct plan"""
-
-    _fields_ = (
-        ("images", ctypes.c_int32),
-        ("steps", ctypes.c_int32),
-        ("out_planes", ctypes.c_int32),
-        ("out_size", ctypes.c_int32),
-        ("scratch", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("input_planes", ctypes.c_int32),
-        ("step", ctypes.c_void_p),
-    )
+from sparsevd.kernels.structs import NONZERO, LayerStruct, PlanStruct, StepStruct, ValueStruct
 
 
 class Program:
     """A network laid out for groups of so many images. Safe to call from several threads."""
 
     def __init__(self, net: Network, images: int, instruction_set: int) -> None:
-        built = kernels.library()
-        if built is None:
-            raise ArgumentError("the C kernels are not built; install with a C compiler")
-        lanes = built.sparsevd_sparse_lanes(instruction_set)
-        if lanes == 0 or images < 1 or (images > 1 and images % lanes):
+        built = required()
+        vector = lanes(instruction_set)
+        if vector == 0 or images < 1 or (images > 1 and images % vector):
             raise ArgumentError(
-                f"instruction set {instruction_set} with {images} images side by side: this machine must have it, and "
-                f"they must be 1 or a multiple of its {lanes or 'numbers in a register'}"
+                f"instruction set {instruction_set!r} with {images} images side by side: the machine must have it, "
+                f"and they must be 1 or a multiple of its {vector or 'numbers in a register'}"
             )
         self._kept: list[Any] = []  # what the structs point to
         floats = net.placed(images)
@@ -77,8 +32,8 @@ class Program:
         in_phases = {id(step.out) for step in net.steps if step.kind == "REPACK"}
         for value in net.values:
             self._check(value, id(value) in in_phases)
-        steps = (_Step * len(net.steps))(*(self._step(step) for step in net.steps))
-        self._plan = _Plan(
+        steps = (StepStruct * len(net.steps))(*(self._step(step) for step in net.steps))
+        self._plan = PlanStruct(
             images=images,
             steps=len(steps),
             out_planes=net.output.planes,
@@ -198,13 +153,13 @@ class Program:
             bias=self._pointer("bias", bias, (out.channels,), np.float32),
             order=self._pointer("order", arrays["order"], (out.channels,), np.int32),
             starts=self._pointer("starts", arrays["starts"], (out.channels + 1,), np.int32),
-            nonzeros=self._pointer("nonzeros", arrays["nonzeros"], (arrays["starts"][-1],), arrays["nonzeros"].dtype),
+            nonzeros=self._pointer("nonzeros", arrays["nonzeros"], (arrays["starts"][-1],), NONZERO),
         )
         self._kept.append(layer)
         return layer
 
-    def _step(self, step: Step) -> _Step:
-        result = _Step(
+    def _step(self, step: Step) -> StepStruct:
+        result = StepStruct(
             kind=KINDS.index(step.kind),
             input=_value(step.inputs[0]),
             second=_value(step.inputs[-1]),
@@ -241,6 +196,6 @@ class Program:
         return result
 
 
-def _value(value: Value) -> _Value:
+def _value(value: Value) -> ValueStruct:
     fields = (value.channels, value.height, value.width, value.pitch, value.plane, value.planes, value.first)
-    return _Value(*(door.int32("a size of an activation", field) for field in fields))
+    return ValueStruct(*(door.int32("a size of an activation", field) for field in fields))

@@ -1,8 +1,6 @@
-/* The sparse layers of inference. Included once per instruction set, after its LANES and TARGET. */
+/* The sparse layers of inference, for the instruction set of one_set.h. */
 
 #include <math.h>
-
-#include "vectors.h"
 
 #define TILE 12    /* vectors of outputs held in registers: 16 in all on AVX2, some of them for weight and input */
 #define STRIP 16   /* filters whose outputs wait in a small buffer to be cropped */
@@ -350,7 +348,7 @@ INLINE vf larger_or_nan(vf a, vf b) { return select((a < b) | (b != b), b, a); }
 
 /* The commonest pooling, for one image: windows of 2x2 beside each other. */
 TARGET static void max_pool_2x2(const struct step *step, const float *in, float *out) {
-  const struct value *from = &step->in, *to = &step->out;
+  const struct value *from = &step->input, *to = &step->out;
   for (ptrdiff_t y = 0; y < to->height; y++) {
     const float *a = in + 2 * y * from->pitch, *b = a + from->pitch;
     float *row = out + y * to->pitch;
@@ -371,7 +369,7 @@ TARGET static void max_pool_2x2(const struct step *step, const float *in, float 
 
 /* Any pooling of one channel. */
 TARGET static void pool(const struct step *step, const float *in, float *out, ptrdiff_t images) {
-  const struct value *from = &step->in, *to = &step->out;
+  const struct value *from = &step->input, *to = &step->out;
   for (int32_t y = 0; y < to->height; y++)
     for (int32_t x = 0; x < to->width; x++) {
       const int32_t top = y * step->stride_y - step->top, left = x * step->stride_x - step->left;
@@ -400,7 +398,7 @@ TARGET static void pool(const struct step *step, const float *in, float *out, pt
 }
 
 TARGET static void step(const struct step *step, float *scratch, int32_t images, ptrdiff_t first, ptrdiff_t last) {
-  const struct value *a = &step->in, *b = &step->second, *to = &step->out;
+  const struct value *a = &step->input, *b = &step->second, *to = &step->out;
   if (step->kind == PRODUCT) {
     float *out = scratch + to->planes + (ptrdiff_t)to->first * images;
     product(step->layer, scratch + a->planes, out, (int32_t)first, (int32_t)last);
@@ -439,4 +437,4 @@ TARGET static void step(const struct step *step, float *scratch, int32_t images,
   }
 }
 
-#define SPARSE_KERNELS {LANES, pack, product, unpack, step} /* a struct sparse_kernels */
+#define SPARSE_KERNELS {pack, product, unpack, step} /* a struct sparse_kernels */

@@ -1,15 +1,9 @@
-/* The training kernels. Included once per instruction set, after its LANES and TARGET. */
-
-#include "vectors.h"
+/* The training kernels, for the instruction set of one_set.h. */
 
 #define K1 0.63576f
 #define K2 1.87320f
 #define K3 1.48695f
 #define SMALLEST 1.17549435e-38f /* the smallest normal number */
-
-/* Work is done in steps over a few hundred numbers, each step a short loop: one weight's logarithms and exponentials wait
-   for each other, those of many weights need not. */
-#define CHUNK 256
 
 /* KL (eq. 14, C = -k1) of up to CHUNK weights, and its two gradients. As functional.py writes it:
      KL = k1 t + log(1 + 1/alpha)/2   with  t = 1 / (1 + exp(k2 + k3 log alpha))

@@ -1,7 +1,4 @@
-/* Vector arithmetic in GCC/Clang vector extensions. Included once per instruction set, with these defined before:
-   LANES    floats in a register
-   TARGET   the function attribute that allows the instruction set
-   All names are static, since each instruction set is a translation unit of its own. */
+/* Vector arithmetic in GCC/Clang vector extensions, for the LANES and the TARGET of one_set.h. */
 
 #include <stddef.h>
 #include <stdint.h>

@@ -55,7 +55,7 @@ def _can_fuse(input: Tensor, noisy: NoisyWeight) -> bool:
     return (
         noisy.variance_dtype in (torch.float32, torch.bfloat16)
         and noisy.theta.shape == noisy.log_sigma2.shape
-        and kernels.take(input, noisy.theta, noisy.log_sigma2)
+        and kernels.can_take(input, noisy.theta, noisy.log_sigma2)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -75,7 +75,7 @@ def composed(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor
 
 
 def fused(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
-    if _all_in_c(linear_map, input, noisy) and kernels.fit_together(input, noisy.theta, noisy.bias):
+    if _all_in_c(linear_map, input, noisy) and kernels.shapes_fit(input, noisy.theta, noisy.bias):
         return _FusedLinear.apply(input, *noisy[:3])  # type: ignore[no-any-return,no-untyped-call]
     return _Fused.apply(linear_map, input, *noisy)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The KL of several tensors of weights at once, in C where the kernels can take them."""
+"""The KL of many tensors of weights at once: by the kernel where it can take them, else by the equations."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,11 @@ from sparsevd.posterior import equations
 
 
 def summed_kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The KL (eq. 14) summed over pairs (θ, log σ²) of tensors of weights."""
-    if all(kernels.take_side_by_side(*pair) for pair in pairs):
+    """The KL (eq. 14) summed over pairs (θ, log σ²) of tensors of weights.
+
+    All of a model's layers in one call: on a small network a call costs as much as the work.
+    """
+    if all(kernels.can_take_pair(*pair) for pair in pairs):
         return kernels.kl(pairs)
     for theta, log_sigma2 in pairs:
         if theta.shape != log_sigma2.shape:  # torch would spread one over the other without a word

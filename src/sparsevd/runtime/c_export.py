@@ -80,7 +80,7 @@ void {name}_with(const float *in, float *out, float *scratch) {{
   kernels.{name}_pack(&{name}_input_layer, in, 0, 1, scratch + {input_planes}, 0, {input_channels});
   for (int i = 0; i < (int)(sizeof {name}_steps / sizeof *{name}_steps); i++) {{
     const struct {name}_step *step = {name}_steps + i;
-    const int parts = step->kind == {name}_PRODUCT ? step->layer->outputs : step->in.channels;
+    const int parts = step->kind == {name}_PRODUCT ? step->layer->outputs : step->input.channels;
     kernels.{name}_step(step, scratch, 1, 0, parts);
   }}
   for (int i = 0; i < {macro}_OUTPUTS; i++) out[i] = scratch[{output_planes} + i];
@@ -232,7 +232,7 @@ class _Constants:
         for number, step in enumerate(net.steps):
             fields: dict[str, Any] = {
                 "kind": self.own(step.kind),
-                "in": _value(step.inputs[0]),
+                "input": _value(step.inputs[0]),
                 "second": _value(step.inputs[-1]),
                 "out": _value(step.out),
                 "low": _float(step.bounds[0]),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparsevd.errors import ArgumentError
-from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct, lanes
+from sparsevd.kernels import lanes
+from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct
 
 LAYER_TYPES: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2}  # and how many axes an image has
 INFINITY = float("inf")

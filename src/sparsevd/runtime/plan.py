@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.graph import Graph, capture
-from sparsevd.kernels import BEST
-from sparsevd.kernels.inference import lanes
+from sparsevd.kernels import BEST, lanes
 from sparsevd.kernels.program import Program
 from sparsevd.runtime.layers import grouped
 from sparsevd.runtime.lowering import network

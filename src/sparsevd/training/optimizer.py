@@ -68,7 +68,7 @@ class BoundAdam(torch.optim.AdamW):
         return (
             gradients[0] is not None
             and gradients[1] is not None
-            and kernels.take_side_by_side(weight, log_sigma2)
+            and kernels.can_take_pair(weight, log_sigma2)
             and not {weight, log_sigma2} & self._shared  # whose KL has several terms
             and self.defaults["weight_decay"] == 0
         )

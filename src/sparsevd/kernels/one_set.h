@@ -1,0 +1,14 @@
+/* All kernels for one instruction set. The file of each includes this, after defining
+   LANES    floats in a register
+   TARGET   the function attribute that allows the instruction set
+   KERNELS  the name of its table
+   All other names are static, since each instruction set is a translation unit of its own. */
+
+#include "kernels.h"
+#include "vectors.h"
+
+#include "train.h"
+
+#include "sparse.h"
+
+const struct kernels KERNELS = {LANES, TRAIN_KERNELS, SPARSE_KERNELS};
