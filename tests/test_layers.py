@@ -9,8 +9,10 @@ from torch import nn
 
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import DROPPED_LOG_SIGMA2, INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer, sampling
-from sparsevd.posterior import equations
+from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer, sampling
+from sparsevd.layers.product_layer import ProductLayer
+from sparsevd.posterior import Posterior, equations
+from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
 
 # For every plain type: constructor arguments and the shape of an input. Together they touch every option.
 CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
@@ -28,6 +30,11 @@ CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
         (1, 4, 4, 4),
     ),
     (nn.ConvTranspose3d, {"in_channels": 2, "out_channels": 1, "kernel_size": 2, "padding": 1}, (1, 2, 4, 4, 4)),
+    (nn.Embedding, {"num_embeddings": 9, "embedding_dim": 4, "padding_idx": 2}, (3, 5)),
+    (nn.Embedding, {"num_embeddings": 9, "embedding_dim": 4}, ()),
+    (nn.EmbeddingBag, {"num_embeddings": 9, "embedding_dim": 4, "mode": "mean", "padding_idx": 2}, (3, 5)),
+    (nn.EmbeddingBag, {"num_embeddings": 9, "embedding_dim": 4, "mode": "sum"}, (3, 5)),
+    (nn.EmbeddingBag, {"num_embeddings": 9, "embedding_dim": 4, "mode": "max"}, (3, 5)),
 ] + [
     (nn.Conv2d, {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "padding": p, "padding_mode": m}, (2, 2, 6, 6))
     for p, m in [((1, 2), "reflect"), ("same", "replicate"), (1, "circular"), ("valid", "reflect")]
@@ -40,6 +47,18 @@ every_layer = pytest.mark.parametrize(("plain", "arguments", "shape"), CASES, id
 
 def make(plain, arguments, **options) -> SparseLayer:
     return SPARSE_TYPES[plain](plain(**arguments), **options)
+
+
+def an_input(arguments, shape, dtype=torch.float32):
+    """Numbers, or for an embedding tokens; none twice in a bag, where noise per token is not noise per weight."""
+    if "num_embeddings" not in arguments:
+        return torch.randn(shape, dtype=dtype)
+    rows = [torch.randperm(arguments["num_embeddings"]) for _ in range(math.prod(shape[:-1]))]
+    return torch.stack(rows)[:, : shape[-1]] if shape else rows[0][0]
+
+
+def with_gradient(x):
+    return [x.requires_grad_()] if x.is_floating_point() else []
 
 
 def half_pruned(layer: SparseLayer) -> SparseLayer:
@@ -57,7 +76,7 @@ def test_every_registered_layer_has_a_case():
 def test_without_noise_training_output_is_the_twins(plain, arguments, shape):
     twin = plain(**arguments).double()
     layer = SPARSE_TYPES[plain](copy.deepcopy(twin), initial_log_sigma2=-60.0).train()
-    x = torch.randn(shape, dtype=torch.float64)
+    x = an_input(arguments, shape, torch.float64)
     torch.testing.assert_close(layer(x), twin(x), rtol=0, atol=1e-10)
 
 
@@ -67,7 +86,7 @@ def test_eval_equals_the_pruned_plain_layer_bit_for_bit(plain, arguments, shape)
     pruned = layer.plain()
     assert type(pruned) is plain
     assert 0 < (pruned.weight == 0).float().mean() < 1
-    x = torch.randn(shape)
+    x = an_input(arguments, shape)
     assert torch.equal(layer(x), pruned(x))
     for option in layer.options:
         assert getattr(pruned, option) == getattr(plain(**arguments), option)
@@ -77,7 +96,7 @@ def test_eval_equals_the_pruned_plain_layer_bit_for_bit(plain, arguments, shape)
 def test_output_has_the_moments_of_sampled_weights(plain, arguments, shape):
     """Brute force: draw w ~ N(θ, σ²) for the whole layer and run the plain twin with it (eq. 11)."""
     layer = make(plain, arguments, initial_log_sigma2=-1.5).double().train()
-    x = torch.randn(shape, dtype=torch.float64)
+    x = an_input(arguments, shape, torch.float64)
     draws = 3000
     twin = copy.deepcopy(layer).eval().plain(math.inf)
     with torch.no_grad():
@@ -85,6 +104,8 @@ def test_output_has_the_moments_of_sampled_weights(plain, arguments, shape):
         theirs = []
         for _ in range(draws):
             noise = torch.exp(layer.log_sigma2 / 2) * torch.randn_like(layer.weight)
+            if arguments.get("padding_idx") is not None:
+                noise[arguments["padding_idx"]] = 0  # a vector for padding is no random one
             twin.weight.copy_(layer.weight + noise)
             theirs.append(twin(x))
         sampled = torch.stack(theirs)
@@ -99,14 +120,18 @@ def test_output_has_the_moments_of_sampled_weights(plain, arguments, shape):
 @every_layer
 def test_gradients_pass_gradcheck(plain, arguments, shape):
     layer = make(plain, arguments, initial_log_sigma2=-1.0).double().train()
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    x = an_input(arguments, shape, torch.float64)
+    if plain is nn.Embedding and "padding_idx" in arguments:  # whose vector gets no gradient, as in torch
+        x[x == arguments["padding_idx"]] = 0
+    inputs = with_gradient(x)
     names = [name for name, _ in layer.named_parameters()]
 
-    def with_fixed_noise(x, *parameters):
+    def with_fixed_noise(*tensors):
         torch.manual_seed(3)
-        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+        parameters = dict(zip(names, tensors[len(inputs) :], strict=True))
+        return torch.func.functional_call(layer, parameters, (*tensors[: len(inputs)],) or (x,))
 
-    assert torch.autograd.gradcheck(with_fixed_noise, (x, *layer.parameters()), fast_mode=True)
+    assert torch.autograd.gradcheck(with_fixed_noise, (*inputs, *layer.parameters()), fast_mode=True)
 
 
 @every_layer
@@ -114,23 +139,24 @@ def test_gradients_pass_gradcheck(plain, arguments, shape):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_no_nan_in_value_or_gradient(plain, arguments, shape, case, autocast):
     layer = make(plain, arguments).train()
-    x = torch.randn(shape)
+    x = an_input(arguments, shape)
     with torch.no_grad():
         if case in ("zero weight", "all zero"):
             for parameter in layer.parameters():
                 parameter.zero_()
         if case in ("zero input", "all zero"):
-            x = torch.zeros(shape)
+            x = torch.zeros_like(x)
         if case.startswith("log alpha"):
-            layer.log_sigma2.copy_(2 * layer.weight.abs().log() + float(case.split()[-1]))
-    x.requires_grad_()
+            magnitude = layer.weight.abs().clamp_min(1e-6)  # the vector for padding is zero
+            layer.log_sigma2.copy_(2 * magnitude.log() + float(case.split()[-1]))
+    inputs = with_gradient(x)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = layer(x)
         loss = (out.float() ** 2).mean() if case != "log alpha 40" else out.float().mean()
-        loss = loss + layer.kl() / 1000
+        loss = loss + Posterior(layer).kl() / 1000
     loss.backward()
     assert loss.isfinite()
-    assert x.grad.isfinite().all()
+    assert all(tensor.grad.isfinite().all() for tensor in inputs)
     for name, parameter in layer.named_parameters():
         assert parameter.grad.isfinite().all(), name
 
@@ -153,8 +179,9 @@ def test_variance_is_of_the_squared_input():
 
 def test_kl_is_the_sum_over_the_weights():
     layer = half_pruned(make(nn.Linear, {"in_features": 5, "out_features": 3}))
-    expected = -equations.negative_kl(layer.log_alpha()).sum()
-    torch.testing.assert_close(layer.kl(), expected)
+    (posterior,) = layer.posteriors()
+    expected = -equations.negative_kl(posterior.log_alpha()).sum()
+    torch.testing.assert_close(posterior.kl(), expected)
 
 
 def test_threshold_prunes_above_and_keeps_below():
@@ -162,25 +189,28 @@ def test_threshold_prunes_above_and_keeps_below():
     with torch.no_grad():
         layer.weight.fill_(1.0)
         layer.log_sigma2.copy_(torch.tensor([[2.99, 3.01]]))
-    assert layer.pruned_weight().tolist() == [[1.0, 0.0]]
-    assert layer.pruned_weight(threshold=4.0).tolist() == [[1.0, 1.0]]
+    (posterior,) = layer.posteriors()
+    assert posterior.pruned().tolist() == layer.pruned_weight().tolist() == [[1.0, 0.0]]
+    assert posterior.pruned(threshold=4.0).tolist() == [[1.0, 1.0]]
+    assert posterior.kept().tolist() == [[True, False]]
 
 
 def test_a_dropped_weight_has_no_kl_no_noise_and_no_gradient():
     layer = half_pruned(make(nn.Linear, {"in_features": 40, "out_features": 30})).train()
     before = layer.pruned_weight().clone()
-    layer.drop(before == 0)
+    (posterior,) = layer.posteriors()
+    posterior.drop(before == 0)
     assert torch.equal(layer.pruned_weight(), before)
-    assert torch.equal(layer.alive(), before != 0)
-    gone = ~layer.alive()
+    assert torch.equal(posterior.alive(), before != 0)
+    gone = ~posterior.alive()
     assert 0 < gone.float().mean() < 1
-    (layer(torch.randn(8, 40)).sum() + layer.kl()).backward()
+    (layer(torch.randn(8, 40)).sum() + posterior.kl()).backward()
     assert (layer.log_sigma2.grad[gone].abs() < 1e-20).all()
     with torch.no_grad():
         layer.weight.zero_()
         layer.bias.zero_()
         layer.log_sigma2.fill_(DROPPED_LOG_SIGMA2)
-        assert layer.kl() == 0
+        assert posterior.kl() == 0
         assert layer(torch.randn(8, 40)).abs().max() < 1e-10
 
 
@@ -190,6 +220,8 @@ def test_a_dropped_weight_has_no_kl_no_noise_and_no_gradient():
 def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, monkeypatch):
     """Outputs and all gradients with the same noise: the seed's noise stands in for torch's own in the composed way."""
     layer = half_pruned(make(plain, arguments)).train()
+    if not isinstance(layer, ProductLayer):
+        pytest.skip("it has one way")
     x = torch.randn(shape)
     if channels_last:
         if x.ndim != 4 or plain not in (nn.Conv2d, nn.ConvTranspose2d):
@@ -220,12 +252,14 @@ def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, m
 def test_bfloat16_variance_product_is_close(plain, arguments, shape):
     """The rounding of the variance changes the deviation of the output by less than a hundredth."""
     layer = make(plain, arguments, initial_log_sigma2=-1.0).train()
+    if not isinstance(layer, ProductLayer):
+        pytest.skip("it has no variance product")
     x = torch.randn(shape)
     outs = []
     for layer.variance_dtype in (None, torch.bfloat16):
         torch.manual_seed(1)
         with torch.no_grad():
-            outs.append(layer(x) - layer.product(*_padded(layer, x), layer.weight, layer.bias, *_extra(layer, x)))
+            outs.append(layer(x) - layer.plain(math.inf)(x))
     assert not torch.equal(*outs)
     torch.testing.assert_close(outs[1], outs[0], rtol=0.01, atol=1e-5)
     torch.manual_seed(1)
@@ -250,14 +284,31 @@ def test_bfloat16_without_instructions_rounds_as_with_them(monkeypatch):
     assert sum(int((a != b).sum()) for a, b in zip(*results, strict=True)) < 0.01 * sum(a.numel() for a in results[0])
 
 
-def _padded(layer, x):
-    before = getattr(layer, "_pads_before", lambda: False)()
-    mode = "constant" if before and layer.padding_mode == "zeros" else getattr(layer, "padding_mode", "")
-    return [nn.functional.pad(x, layer._both_sides(), mode=mode) if before else x]
+def test_a_token_twice_has_two_samples_and_padding_has_none():
+    layer = make(nn.Embedding, {"num_embeddings": 5, "embedding_dim": 2, "padding_idx": 0}, initial_log_sigma2=0.0)
+    out = layer.train()(torch.tensor([3, 3, 0]))
+    assert not torch.equal(out[0], out[1])
+    assert torch.equal(out[2], torch.zeros(2))
 
 
-def _extra(layer, x):
-    return [layer.output_padding] if hasattr(layer, "output_padding") else []
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_by_offsets_and_with_weights_are_those_of_the_twin(mode):
+    arguments = {"num_embeddings": 9, "embedding_dim": 4, "mode": mode, "include_last_offset": True, "padding_idx": 1}
+    twin = nn.EmbeddingBag(**arguments)
+    layer = SPARSE_TYPES[nn.EmbeddingBag](copy.deepcopy(twin), initial_log_sigma2=-60.0)
+    tokens, offsets = torch.tensor([3, 1, 4, 1, 5, 8, 2]), torch.tensor([0, 2, 2, 7])
+    weights = torch.rand(7) if mode == "sum" else None
+    for state in (layer.train(), layer.eval()):
+        torch.testing.assert_close(state(tokens, offsets, weights), twin(tokens, offsets, weights))
+
+
+def test_gradients_by_frequency_are_those_of_the_twin():
+    twin = nn.Embedding(6, 3, scale_grad_by_freq=True)
+    layer = SPARSE_TYPES[nn.Embedding](copy.deepcopy(twin), initial_log_sigma2=-60.0).train()
+    tokens = torch.tensor([1, 1, 4])
+    for module in (twin, layer):
+        module(tokens).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
 
 
 def test_nan_threshold_is_refused():
@@ -284,7 +335,7 @@ def test_half_precision_keeps_log_sigma2_in_float32(dtype):
         assert half.log_sigma2.dtype == torch.float32
         out = half(torch.randn(5, 4, dtype=dtype))
         assert out.dtype == dtype
-        (out.float().sum() + half.kl()).backward()
+        (out.float().sum() + Posterior(half).kl()).backward()
         assert half.weight.grad.dtype == dtype
         assert half.log_sigma2.grad.isfinite().all()
 

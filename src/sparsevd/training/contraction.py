@@ -7,7 +7,7 @@ would average gradients of other shapes.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -57,41 +57,45 @@ def _indices(mask: Tensor) -> Tensor:
 
 
 class _Contraction:
-    """One layer made smaller: θ, log σ² and what the optimizer keeps for each of their elements."""
+    """One layer made smaller: θ and log σ² are exchanged for smaller parameters, which the optimizer takes over.
+
+    Not their data alone: a graph that someone still holds, as a model that keeps its last activations does, remembers
+    the shape that a parameter had, and torch would refuse the next backward pass.
+    """
 
     def __init__(self, posterior: Posterior, part: Part, optimizer: torch.optim.Optimizer):
         self._layer, self._optimizer = cast(ProductLayer, posterior.layer), optimizer
         self._where = torch.meshgrid(part.units, part.inputs, indexing="ij")
-        self._parameters = (posterior.theta, posterior.log_sigma2)
-        self._whole = [parameter.data for parameter in self._parameters]
+        self._whole = {posterior.weight: posterior.theta, posterior.noise: posterior.log_sigma2}
         self._layer.part = part
-        for parameter, whole in zip(self._parameters, self._whole, strict=True):
-            for slot, value in self._slots(parameter):
-                optimizer.state[parameter][slot] = self._picked(value)
-            parameter.grad = None
-            parameter.data = self._picked(whole)
+        for name, whole in self._whole.items():
+            small = nn.Parameter(self._picked(whole.detach()), requires_grad=whole.requires_grad)
+            self._exchange(name, whole, small, self._picked)
 
     @property
     def inside(self) -> Tensor:
         """True for the weights that take part."""
-        mask = torch.zeros_like(self._whole[0], dtype=torch.bool)
-        mask[self._where] = True
-        return mask
+        return self._among_zeros(torch.tensor(True))
 
     def undo(self) -> None:
         self._layer.part = None
-        for parameter, whole in zip(self._parameters, self._whole, strict=True):
-            for slot, value in self._slots(parameter):
-                self._optimizer.state[parameter][slot] = self._among_zeros(value, whole)
+        for name, whole in self._whole.items():
+            small = self._layer.get_parameter(name)
             # What lies outside was dropped, and is what `drop` left there: only the optimizer's numbers are forgotten.
-            whole[self._where] = parameter.data
-            parameter.grad = None
-            parameter.data = whole
+            whole.data[self._where] = small.detach()
+            self._exchange(name, small, whole, self._among_zeros)
 
-    def _slots(self, parameter: Tensor) -> list[tuple[str, Tensor]]:
-        """What the optimizer keeps for each element."""
-        kept = self._optimizer.state.get(parameter, {})
-        return [(k, v) for k, v in kept.items() if isinstance(v, Tensor) and v.shape == parameter.shape]
+    def _exchange(self, name: str, before: Tensor, after: Tensor, changed: Callable[[Tensor], Tensor]) -> None:
+        """Put one parameter in the place of another, with what the optimizer keeps for each weight changed likewise."""
+        setattr(self._layer, name, after)
+        for group in self._optimizer.param_groups:
+            group["params"] = [after if parameter is before else parameter for parameter in group["params"]]
+        kept = self._optimizer.state.pop(before, {})
+        self._optimizer.state[after] = {
+            slot: changed(value) if isinstance(value, Tensor) and value.shape == before.shape else value
+            for slot, value in kept.items()
+        }
+        before.grad = after.grad = None
 
     def _picked(self, value: Tensor) -> Tensor:
         """The part, in the order in memory of the whole."""
@@ -99,7 +103,7 @@ class _Contraction:
         channels_last = value.ndim == 4 and value.stride(1) == 1
         return part.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
-    def _among_zeros(self, value: Tensor, whole: Tensor) -> Tensor:
-        full = torch.zeros_like(whole, dtype=value.dtype)
+    def _among_zeros(self, value: Tensor) -> Tensor:
+        full = torch.zeros_like(next(iter(self._whole.values())), dtype=value.dtype)
         full[self._where] = value
         return full

@@ -36,10 +36,10 @@ class BoundAdam(torch.optim.AdamW):
         if not trained:
             raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
         self.kl_weight = kl_weight
-        self._pairs = [(each.theta, each.log_sigma2) for each in posteriors(model)]
-        uses = Counter(p for pair in self._pairs for p in pair)
+        self._posteriors = posteriors(model)
+        uses = Counter(p for each in self._posteriors for p in (each.theta, each.log_sigma2))
         self._shared = {p for p, count in uses.items() if count > 1}
-        log_sigma2 = {pair[1] for pair in self._pairs}
+        log_sigma2 = {each.log_sigma2 for each in self._posteriors}
         noise = [p for p in trained if p in log_sigma2]
         rest = [p for p in trained if p not in log_sigma2]
         groups = [{"params": params, "noise": params is noise} for params in (rest, noise) if params]
@@ -54,7 +54,8 @@ class BoundAdam(torch.optim.AdamW):
     def step(self) -> None:  # type: ignore[override]
         """One step along the gradients that the data term left, and the KL's."""
         others = []
-        for pair in self._pairs:
+        for each in self._posteriors:
+            pair = each.theta, each.log_sigma2
             if self._fits(*pair):
                 self._step_in_c(*pair)
             elif pair[0].requires_grad or pair[1].requires_grad:

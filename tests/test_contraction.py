@@ -1,4 +1,4 @@
-"""Progressive pruning: patience, and layers that compute with the inputs and units that are left."""
+"""Contraction: layers that compute with the inputs and units that are left."""
 
 import dataclasses
 import sys
@@ -9,8 +9,9 @@ from torch import nn
 
 import sparsevd
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import SparseLayer
+from sparsevd.posterior import posteriors
 from sparsevd.training import contraction
+from sparsevd.training.progress import Callback
 
 
 def problem(n=400):
@@ -50,15 +51,11 @@ def sparse_model(kind):
 
 def drop_inputs_and_units(model):
     """Some inputs and units without any weight, and some holes besides."""
-    for layer in progressive_layers(model):
-        which = torch.rand_like(layer.weight) < 0.3
+    for layer in posteriors(model):
+        which = torch.rand_like(layer.theta) < 0.3
         which[1::3] = True
         which[:, ::2] = True
         layer.drop(which)
-
-
-def progressive_layers(model):
-    return [module for module in model.modules() if isinstance(module, SparseLayer)]
 
 
 every_kind = pytest.mark.parametrize("kind", list(INPUTS))
@@ -70,16 +67,16 @@ def test_a_contracted_network_is_the_same_network(kind):
     model = sparse_model(kind)
     optimizer = adam(model)
     drop_inputs_and_units(model)
-    layers = progressive_layers(model)
+    layers = posteriors(model)
     for layer in layers:
         with torch.no_grad():
             layer.log_sigma2.clamp_max_(-40.0)
     x = torch.randn(8, *INPUTS[kind], requires_grad=True)
-    biases = [layer.bias for layer in layers if layer.bias is not None]
+    biases = [each.layer.bias for each in layers if each.layer.bias is not None]
 
     def results():
         output, kl = model(x), sparsevd.kl(model)
-        weights = [layer.weight for layer in layers]
+        weights = [each.theta for each in layers]
         return output, kl, weights, torch.autograd.grad(output.square().sum() + kl, [x, *biases, *weights])
 
     output, kl, weights, gradients = results()
@@ -88,7 +85,7 @@ def test_a_contracted_network_is_the_same_network(kind):
     with contraction.contracted(model, layers, optimizer):
         small_output, small_kl, small_weights, small_gradients = results()
         assert all(small.numel() < shape.numel() / 2 for small, shape in zip(small_weights, shapes, strict=True))
-        parts = [layer.part for layer in layers]
+        parts = [each.layer.part for each in layers]
     torch.testing.assert_close(small_output, output)
     torch.testing.assert_close(small_kl, kl)
     n = len(gradients) - len(layers)
@@ -104,9 +101,9 @@ def test_contraction_keeps_channels_last(channels):
     torch.manual_seed(0)
     model = sparsevd.sparsify(nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3))).train()
     model = model.to(memory_format=torch.channels_last)
-    layers = progressive_layers(model)
+    layers = posteriors(model)
     for layer in layers:
-        which = torch.zeros_like(layer.weight, dtype=torch.bool)
+        which = torch.zeros_like(layer.theta, dtype=torch.bool)
         which[::2] = True
         layer.drop(which)
     x = torch.randn(64, channels, 16, 16).to(memory_format=torch.channels_last)
@@ -127,20 +124,22 @@ def test_contraction_gives_everything_back(kind):
     model = sparse_model(kind)
     optimizer = adam(model)
     drop_inputs_and_units(model)
-    layers = progressive_layers(model)
+    layers = posteriors(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = list(model.parameters())
     kept = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters}
     with contraction.contracted(model, layers, optimizer):
-        assert any(now is not then for now, then in zip(model.parameters(), parameters, strict=True))
+        assert any(p.shape != before[name].shape for name, p in model.named_parameters())
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
             id(p) for p in model.parameters()
         }
+        for p in model.parameters():  # their numbers in the optimizer are as small as they are
+            assert {v.shape for k, v in optimizer.state[p].items() if k != "step"} == {p.shape}
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
     assert [p for group in optimizer.param_groups for p in group["params"]] == parameters
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     for layer in layers:
-        for parameter in (layer.weight, layer.log_sigma2):
+        for parameter in (layer.theta, layer.log_sigma2):
             for slot in ("exp_avg", "exp_avg_sq"):
                 alive = layer.alive()
                 assert torch.equal(optimizer.state[parameter][slot][alive], kept[parameter][slot][alive])
@@ -155,7 +154,7 @@ def test_a_step_inside_is_a_step_outside(kind):
         model = sparse_model(kind)
         optimizer = adam(model)
         drop_inputs_and_units(model)
-        layers = progressive_layers(model)
+        layers = posteriors(model)
         alive = [layer.alive() for layer in layers]
         if inside:
             with contraction.contracted(model, layers, optimizer):
@@ -164,7 +163,7 @@ def test_a_step_inside_is_a_step_outside(kind):
         else:
             sparsevd.kl(model).backward()
             optimizer.step()
-        results.append([(layer.weight * mask, layer.bias) for layer, mask in zip(layers, alive, strict=True)])
+        results.append([(each.theta * mask, each.layer.bias) for each, mask in zip(layers, alive, strict=True)])
     torch.testing.assert_close(results[0], results[1])
 
 
@@ -174,53 +173,21 @@ def test_a_weight_that_another_module_reads_stays_whole():
     sparse = sparsevd.sparsify(model, include="head")
     sparse.kind = "linear"
     sparse["other"].weight = sparse["head"].weight
-    layers = progressive_layers(sparse)
-    layers[0].drop(torch.ones_like(layers[0].weight, dtype=torch.bool))
+    layers = posteriors(sparse)
+    layers[0].drop(torch.ones_like(layers[0].theta, dtype=torch.bool))
     with contraction.contracted(sparse, layers, torch.optim.Adam(sparse.parameters())):
-        assert layers[0].weight.shape == (16, 12)
+        assert layers[0].theta.shape == (16, 12)
 
 
 def test_a_layer_without_any_weight_gives_its_bias():
     model = sparse_model("linear")
     optimizer = adam(model)
-    layers = progressive_layers(model)
+    layers = posteriors(model)
     for layer in layers:
-        layer.drop(torch.ones_like(layer.weight, dtype=torch.bool))
+        layer.drop(torch.ones_like(layer.theta, dtype=torch.bool))
     with contraction.contracted(model, layers, optimizer):
-        out = layers[0](torch.randn(5, 12))
-    torch.testing.assert_close(out, layers[0].bias.expand(5, 16), rtol=0, atol=1e-9)
-
-
-def test_patience_counts_epochs_in_a_row():
-    model = sparse_model("linear")
-    optimizer = adam(model)
-    layer = progressive_layers(model)[0]
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-    above, below = 4.0, 0.0
-    course = {(0, 0): [above] * 4, (0, 1): [above, above, below, above], (0, 2): [below, above, above, above]}
-    for epoch in range(4):
-        for where, values in course.items():
-            layer.log_sigma2.data[where] = values[epoch] if layer.alive()[where] else layer.log_sigma2[where]
-        count = contraction.drop([layer], optimizer, patience=3)
-        assert count == {0: 0, 1: 0, 2: 1, 3: 1}[epoch]
-    assert layer.weight[0, :3].tolist() == [0.0, 1.0, 0.0]
-
-
-def test_whole_inputs_and_units_go_before_single_weights():
-    model = sparse_model("convolution")
-    optimizer = adam(model)
-    layer = progressive_layers(model)[1]
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        layer.log_sigma2.fill_(0.0)
-        layer.log_sigma2[2] = layer.log_sigma2[:, 5] = 4.0  # a unit and an input
-        layer.log_sigma2[0, 0, 1, 1] = 4.0  # a single weight
-    assert contraction.drop([layer], optimizer, patience=1, whole_only=True) == 8 * 9 + 4 * 9 - 9
-    assert not layer.alive()[2].any()
-    assert not layer.alive()[:, 5].any()
-    assert layer.alive()[0, 0, 1, 1]
-    assert contraction.drop([layer], optimizer, patience=1) == 1
+        out = model[0](torch.randn(5, 12))
+    torch.testing.assert_close(out, model[0].bias.expand(5, 16), rtol=0, atol=1e-9)
 
 
 def test_fit_reports_what_is_alive_and_the_bound_before_and_after():
@@ -261,21 +228,13 @@ def test_resume_with_contraction_gives_the_same_bits(tmp_path):
     whole = network()
     sparsevd.fit(whole, problem(), None, config, progress=False)
 
-    class Stop(Exception):
-        pass
+    class Stop(Exception, Callback):
+        def on_epoch(self, moment):
+            if moment.epoch == 6:
+                raise self
 
-    broken = network()
-    epochs = []
-
-    def stop(self, text):
-        epochs.append(text)
-        if len(epochs) == 6:
-            raise Stop
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsevd.training.progress.Silent.epoch", stop)
-        with pytest.raises(Stop):
-            sparsevd.fit(broken, problem(), None, config, run_dir=tmp_path, progress=False)
+    with pytest.raises(Stop):
+        sparsevd.fit(network(), problem(), None, config, run_dir=tmp_path, progress=False, callbacks=[Stop()])
     resumed = network()
     sparsevd.fit(resumed, problem(), None, config, run_dir=tmp_path, resume=True, progress=False)
     for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
