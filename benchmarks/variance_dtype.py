@@ -4,7 +4,7 @@
     python benchmarks/variance_dtype.py --rounds 5 --threads 1
 
 A case is timed in three ways in turns: float32, bfloat16 everywhere, and as `fit` chooses by the size of each product
-(`worth_bfloat16` in sparsevd/sampling.py, whose two limits were read off this table). For a layer a step is forward and
+(`worth_bfloat16` in layers/sampling.py, whose two limits were read off this table). For a layer a step is forward and
 backward, for a network it is all of training's step, as in train_step.py. Ratios to float32 are taken within a round.
 """
 

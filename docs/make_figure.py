@@ -11,8 +11,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from sparsevd.layers import THRESHOLD
-from sparsevd.posterior import equations
+from sparsevd.posterior import THRESHOLD, equations
 from sparsevd.training.checkpoint import Checkpoint
 
 INK, BLUE, RED, GREY = "#22272e", "#2f6fb3", "#c8452f", "#9aa4b0"

@@ -11,6 +11,7 @@ from work import Images, Work
 import sparsevd
 from sparsevd import baselines
 from sparsevd.baselines import METHODS, Method
+from sparsevd.posterior import posteriors
 from sparsevd.runs.training_run import split
 from sparsevd.zoo.datasets import load
 from sparsevd.zoo.models import MODELS
@@ -85,11 +86,11 @@ class SparseLeNet(Work):
             recipe = replace(self.fit, epochs=self.pretrain_epochs, learning_rate=PRETRAINING_RATE)
             sparsevd.fit_dense(dense, images.train, None, recipe, run_dir=folder / "pretrain", resume=True)
         model = sparsevd.sparsify(dense)
-        for layer in sparsevd.objective.sparse_layers(model).values():
+        for each in posteriors(model):
             if self.initial_log_sigma2 is not None:
-                layer.log_sigma2.data.fill_(self.initial_log_sigma2)
+                each.log_sigma2.data.fill_(self.initial_log_sigma2)
             elif self.relative_log_sigma2 is not None:
-                layer.log_sigma2.data.fill_(layer.weight.square().mean().log().item() + self.relative_log_sigma2)
+                each.log_sigma2.data.fill_(each.theta.square().mean().log().item() + self.relative_log_sigma2)
         val = images.measured if self.held_out else None
         history = sparsevd.fit(model, images.train, val, self.fit, run_dir=folder, resume=True)
         pruned = sparsevd.prune(model)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import sparsevd
 from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.variational_dropout import multiplicative_noise
-from sparsevd.posterior import equations
+from sparsevd.posterior import equations, posteriors
 from sparsevd.posterior.divergence import summed_kl
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.zoo.datasets import load
@@ -61,7 +61,7 @@ class Additive:
         return nll
 
     def log_alphas(self) -> list[Tensor]:
-        return [layer.log_alpha() for layer in self.model.modules() if isinstance(layer, sparsevd.layers.SparseLinear)]
+        return [each.log_alpha() for each in posteriors(self.model)]
 
     def kl(self) -> Tensor:
         return sparsevd.kl(self.model)

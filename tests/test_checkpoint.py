@@ -18,11 +18,13 @@ import sparsevd
 from sparsevd.errors import CheckpointError, FormatError, SparseVDError, WriteError
 from sparsevd.files.tensors import DTYPES, little_endian, read_tensors, write_tensors
 from sparsevd.layers import INITIAL_LOG_SIGMA2
+from sparsevd.posterior import Posterior
 from sparsevd.runs.checkpoint_info import info, prune_file
 from sparsevd.training.checkpoint import Checkpoint, load_weights
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics, History
 from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.schedule import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +189,11 @@ def test_starting_from_a_sparse_run_frees_every_weight(tmp_path):
     model = sparsevd.sparsify(nn.Linear(3, 2))
     with torch.no_grad():
         model.log_sigma2.fill_(9.0)
-    model.drop(model.pruned_weight() == 0)
+    Posterior(model).drop(model.pruned_weight() == 0)
     Checkpoint(dict(model.state_dict()), layers={"": {"type": "x", "threshold": 3.0, "of": ""}}).save(tmp_path / "c")
     fresh = sparsevd.sparsify(nn.Linear(3, 2))
     load_weights(fresh, tmp_path / "c")
-    assert fresh.alive().all()
+    assert Posterior(fresh).alive().all()
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path):
@@ -279,6 +281,11 @@ def tensor(name, value):
     return lambda checkpoint: checkpoint.model.update({name: value})
 
 
+def counter(name, value):
+    """The schedule's counter of a tensor of weights."""
+    return lambda checkpoint: checkpoint.schedule.update({name: value})
+
+
 DAMAGES = {
     "epoch beyond the run": (changed("state", epoch=4), "epoch 4"),
     "epoch without history": (changed("state", epoch=1), "history of 2"),
@@ -329,19 +336,22 @@ DAMAGES = {
     "history: error above 100 %": (number("train_error", 0, 101.0), "train_error 101"),
     "history: fewer than no units": (lambda checkpoint: checkpoint.history["alive"].fill_(-1), "fewer than no units"),
     "weight not a number": (tensor("weight", torch.full((2, 3), float("nan"))), "weight holds NaN or infinity"),
-    "weight of another shape": (tensor("weight", torch.zeros(3, 2)), "a weight of shape"),
+    "weight of another shape": (tensor("weight", torch.zeros(3, 2)), "and its log σ²"),
     "weight of another type": (tensor("weight", torch.zeros(2, 3, dtype=torch.float64)), "of another type: weight"),
     "weight of integers": (tensor("weight", torch.zeros(2, 3, dtype=torch.int64)), "torch.int64"),
     "bias of another shape": (tensor("bias", torch.zeros(3)), r"bias \(3,\) for \(2,\)"),
     "log σ² of another shape": (tensor("log_sigma2", torch.zeros(1, 3)), "log σ²"),
     "log σ² of integers": (tensor("log_sigma2", torch.zeros(2, 3, dtype=torch.int32)), "log_sigma2"),
-    "log σ² missing": (lambda checkpoint: checkpoint.model.pop("log_sigma2"), "lacks its log_sigma2"),
+    "log σ² missing": (lambda checkpoint: checkpoint.model.pop("log_sigma2"), "lacks 'log_sigma2'"),
     "bias missing": (lambda checkpoint: checkpoint.model.pop("bias"), "missing: bias"),
     "one tensor more": (tensor("more", torch.zeros(2)), "not in the model: more"),
-    "another threshold": (lambda checkpoint: checkpoint.layers[""].update(threshold=2.0), "thresholds"),
-    "threshold of text": (lambda checkpoint: checkpoint.layers[""].update(threshold="3"), "threshold"),
-    "threshold not a number": (lambda checkpoint: checkpoint.layers[""].update(threshold=float("nan")), "threshold"),
-    "layer of a list": (lambda checkpoint: checkpoint.layers[""].update(of=[]), "which layer it is"),
+    "another threshold": (lambda checkpoint: checkpoint.posteriors["weight"].update(threshold=2.0), "thresholds"),
+    "threshold of text": (lambda checkpoint: checkpoint.posteriors["weight"].update(threshold="3"), "threshold"),
+    "threshold not a number": (
+        lambda checkpoint: checkpoint.posteriors["weight"].update(threshold=float("nan")),
+        "threshold",
+    ),
+    "first name of a list": (lambda checkpoint: checkpoint.posteriors["weight"].update(of=[]), "its first name"),
     "step negative": (slot("weight/step", torch.tensor(-1.0)), "weight/step"),
     "step not a number": (slot("weight/step", torch.tensor(float("nan"))), "weight/step"),
     "step infinite": (slot("weight/step", torch.tensor(float("inf"))), "weight/step"),
@@ -356,12 +366,21 @@ DAMAGES = {
     "another slot": (slot("bias/other", torch.zeros(2)), "bias/other"),
     "slot of no parameter": (slot("nothing/step", torch.tensor(1.0)), "no parameter 'nothing'"),
     "all slots missing": (lambda checkpoint: checkpoint.optimizer.clear(), "lacks the optimizer's"),
-    "patience exceeded": (
-        slot("log_sigma2/epochs_above", torch.full((2, 3), 3, dtype=torch.int16)),
-        "log_sigma2/epochs_above",
+    "another first name": (
+        lambda checkpoint: checkpoint.posteriors["weight"].update(of="b"),
+        "does not say which tensor",
     ),
-    "patience of a wrong type": (slot("log_sigma2/epochs_above", torch.ones(2, 3)), "log_sigma2/epochs_above"),
-    "patience of a weight": (slot("weight/epochs_above", torch.ones(2, 3, dtype=torch.int16)), "weight/epochs_above"),
+    "another name of the noise": (
+        lambda checkpoint: checkpoint.posteriors["weight"].update(noise="bias"),
+        r"'bias' is torch.float32 \(2,\)",
+    ),
+    "aliases that are no names": (lambda checkpoint: setattr(checkpoint, "aliases", [1]), "not all names"),
+    "patience exceeded": (counter("weight", torch.full((2, 3), 3, dtype=torch.int16)), "more epochs than the patience"),
+    "patience of a wrong type": (
+        counter("weight", torch.ones(2, 3)),
+        "'weight' is no tensor of weights, or of another",
+    ),
+    "patience of a bias": (counter("bias", torch.ones(2, dtype=torch.int16)), "'bias' is no tensor of weights"),
     "generator too short": (lambda checkpoint: setattr(checkpoint, "rng", torch.zeros(9, dtype=torch.uint8)), "random"),
     "generator of floats": (lambda checkpoint: setattr(checkpoint, "rng", torch.zeros(5056)), "random"),
     "generator of zeros": (
@@ -382,7 +401,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, two_e
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = BoundAdam(model, CONFIG.learning_rate)
     with pytest.raises(CheckpointError, match=message) as error:
-        TrainingFolder(tmp_path, SETTINGS).restore(model, optimizer)
+        TrainingFolder(tmp_path, SETTINGS).restore(model, optimizer, Schedule(model, CONFIG, len(DATA[0])))
     assert str(tmp_path) in str(error.value)
     assert isinstance(error.value, FormatError)
     assert not optimizer.state
@@ -397,7 +416,9 @@ def test_states_of_the_generator_that_occur_are_accepted(tmp_path, two_epochs):
         checkpoint.rng = generator.get_state()
         checkpoint.save(tmp_path / "checkpoint.safetensors")
         model = small_model()
-        TrainingFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+        TrainingFolder(tmp_path, SETTINGS).restore(
+            model, BoundAdam(model, CONFIG.learning_rate), Schedule(model, CONFIG, len(DATA[0]))
+        )
 
 
 @pytest.mark.parametrize(
@@ -451,26 +472,37 @@ def test_weights_of_another_kind_are_refused_and_of_another_precision_taken(tmp_
         info(tmp_path / "eight")
 
 
-def as_format_1(folder):
-    """What the first format wrote for the same run."""
+def as_format(folder, version):
+    """What an earlier format wrote for the same run."""
     checkpoint = Checkpoint.load(folder / "checkpoint.safetensors")
     model = small_model()
-    state, _ = TrainingFolder(folder, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
-    progress = {"settings": checkpoint.progress["settings"], "state": dict(checkpoint.progress["state"])}
-    progress["state"]["history"] = [asdict(metrics) for metrics in state.history]
-    about = {"format": 1, "layers": checkpoint.layers, "buffers": checkpoint.buffers, "progress": progress}
+    schedule = Schedule(model, CONFIG, len(DATA[0]))
+    state, _ = TrainingFolder(folder, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate), schedule)
+    progress = dict(checkpoint.progress)
+    layers = {"": {"type": "SparseLinear", "threshold": 3.0, "of": ""}}
     tensors = {f"model.{key}": value for key, value in checkpoint.model.items()}
     tensors |= {f"optimizer.{key}": value for key, value in checkpoint.optimizer.items()}
+    if "weight" in checkpoint.schedule:
+        tensors["optimizer.log_sigma2/epochs_above"] = checkpoint.schedule["weight"]
+    if version == 1:
+        progress = {"settings": progress["settings"], "state": dict(progress["state"])}
+        entries = [asdict(metrics) for metrics in state.history]
+        progress["state"]["history"] = [{k: v for k, v in entry.items() if k != "val_metric"} for entry in entries]
+    else:
+        columns = len(checkpoint.history["numbers"][0]) - 1  # without the metric
+        parts = {name: part if name == "alive" else part[:, :columns] for name, part in checkpoint.history.items()}
+        tensors |= {f"history.{name}": part for name, part in parts.items()}
+    about = {"format": version, "layers": layers, "buffers": checkpoint.buffers, "progress": progress}
     write_tensors(folder / "checkpoint.safetensors", tensors, {"sparsevd": json.dumps(about)})
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_runs_of_both_formats_go_on_to_the_same_bits(tmp_path, two_epochs, version):
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_runs_of_all_formats_go_on_to_the_same_bits(tmp_path, two_epochs, version):
     unbroken = small_model()
     history = sparsevd.fit(unbroken, DATA, DATA, CONFIG, run_dir=tmp_path / "unbroken", progress=False)
     copied(two_epochs, tmp_path)
-    if version == 1:
-        as_format_1(tmp_path)
+    if version < 3:
+        as_format(tmp_path, version)
     model = small_model()
     resumed = sparsevd.fit(model, DATA, DATA, CONFIG, run_dir=tmp_path, resume=True, progress=False)
     assert all(torch.equal(unbroken.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
@@ -502,7 +534,9 @@ def test_metrics_are_put_right_from_the_checkpoint(tmp_path, two_epochs, damage)
     if damaged is not None:
         path.write_bytes(damaged)
     model = small_model()
-    TrainingFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    TrainingFolder(tmp_path, SETTINGS).restore(
+        model, BoundAdam(model, CONFIG.learning_rate), Schedule(model, CONFIG, len(DATA[0]))
+    )
     assert path.read_bytes() == whole
 
 
@@ -522,7 +556,9 @@ def test_a_long_history_is_resumed_and_saved_in_under_a_second(tmp_path, two_epo
     checkpoint = copied(two_epochs, tmp_path)
     epochs = 100_000
     model = small_model()
-    state, _ = TrainingFolder(tmp_path, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate))
+    state, _ = TrainingFolder(tmp_path, SETTINGS).restore(
+        model, BoundAdam(model, CONFIG.learning_rate), Schedule(model, CONFIG, len(DATA[0]))
+    )
     rows = {name: part[:1].repeat(epochs, *[1] * (part.ndim - 1)) for name, part in state.history.tensors().items()}
     rows["numbers"][:, 0] = torch.arange(1, epochs + 1)
     history = History(rows["numbers"], rows["known"], rows["alive"], state.history.layers)
@@ -540,7 +576,7 @@ def test_a_long_history_is_resumed_and_saved_in_under_a_second(tmp_path, two_epo
     optimizer = BoundAdam(model, CONFIG.learning_rate)
     folder = TrainingFolder(tmp_path, SETTINGS | {"epochs": epochs + 2})
     begun = time.process_time()
-    state, _ = folder.restore(model, optimizer)
+    state, _ = folder.restore(model, optimizer, Schedule(model, CONFIG, len(DATA[0])))
     assert time.process_time() - begun < 1
     begun = time.process_time()
     more = state.history.add(replace(history[-1], epoch=epochs + 1))

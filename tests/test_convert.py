@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
 import sparsevd
-from sparsevd.conversion import plan
+from sparsevd.conversion import preview
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
-from sparsevd.layers import SparseConv2d, SparseLayer, SparseLinear
+from sparsevd.layers import SparseLayer
+from sparsevd.layers.convolution import SparseConv2d
+from sparsevd.layers.linear import SparseLinear
 
 
 class Residual(nn.Module):
@@ -106,7 +108,7 @@ def test_whole_way_of_a_network(name, tmp_path):
     """sparsify, 20 steps, prune, state_dict into a fresh dense model: the same answers bit for bit."""
     factory, example, expected_skips = NETS[name]
     dense = factory()
-    assert set(plan(dense).skipped) == expected_skips
+    assert set(preview(dense).skipped) == expected_skips
     model = quietly(sparsevd.sparsify, dense)
     x, y = example(), torch.randint(0, 4, (8,))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -185,7 +187,7 @@ def test_dropout_becomes_identity_in_place():
     dense = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2), nn.AlphaDropout(0.1))
     model = sparsevd.sparsify(dense)
     assert [type(module) for module in model] == [SparseLinear, nn.Identity, SparseLinear, nn.Identity]
-    assert plan(dense).dropout_removed == ("1", "3")
+    assert preview(dense).dropout_removed == ("1", "3")
     kept = sparsevd.sparsify(dense, keep_dropout=True)
     assert type(kept[1]) is nn.Dropout
 
@@ -216,11 +218,11 @@ def test_include_and_exclude_by_name_wildcard_and_type():
     dense = nn.ModuleDict(
         {"a": nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), "b": nn.Linear(2, 2), "c": nn.Conv2d(2, 2, 1)}
     )
-    assert plan(dense).replaced == ("a.0", "a.1", "b", "c")
-    assert plan(dense, include="a").replaced == ("a.0", "a.1")
-    assert plan(dense, include=["a.*", "b"], exclude=nn.Conv1d).replaced == ("a.0", "b")
-    assert plan(dense, exclude=["a", nn.Conv2d]).replaced == ("b",)
-    assert plan(dense, include=nn.Linear).replaced == ("a.0", "b")
+    assert preview(dense).replaced == ("a.0", "a.1", "b", "c")
+    assert preview(dense, include="a").replaced == ("a.0", "a.1")
+    assert preview(dense, include=["a.*", "b"], exclude=nn.Conv1d).replaced == ("a.0", "b")
+    assert preview(dense, exclude=["a", nn.Conv2d]).replaced == ("b",)
+    assert preview(dense, include=nn.Linear).replaced == ("a.0", "b")
     model = sparsevd.sparsify(dense, exclude="a")
     assert [type(m) for m in model["a"]] == [nn.Linear, nn.Conv1d]
     with pytest.raises(ArgumentError, match="'fc9' selects no module.*a.0, a.1, b, c"):
@@ -228,7 +230,7 @@ def test_include_and_exclude_by_name_wildcard_and_type():
 
 
 def test_a_shared_module_excluded_under_one_name_is_excluded():
-    assert plan(Residual(), exclude="again").replaced == ("stem", "head")
+    assert preview(Residual(), exclude="again").replaced == ("stem", "head")
 
 
 def test_tied_parameters_are_left_alone_and_named():
@@ -240,7 +242,7 @@ def test_tied_parameters_are_left_alone_and_named():
             self.out = nn.Linear(4, 10, bias=False)
             self.out.weight = self.embed.weight
 
-    conversion = plan(Tied())
+    conversion = preview(Tied())
     assert conversion.replaced == ("fc",)
     assert "embed.weight = out.weight" in conversion.skipped["out"]
 
@@ -260,7 +262,7 @@ def test_reasons_are_given():
             self.patched.register_buffer("scale", torch.ones(1))
             self.fine = nn.Linear(3, 3)
 
-    skipped = plan(Lazy()).skipped
+    skipped = preview(Lazy()).skipped
     assert "run the model once" in skipped["lazy"]
     assert "parametrization" in skipped["normed"]
     assert "forward hooks" in skipped["hooked"]
@@ -270,11 +272,11 @@ def test_reasons_are_given():
     assert "torch's pruning" in skipped["masked"]
     assert set(skipped) == {"lazy", "normed", "hooked", "lstm", "(model)", "masked", "patched"}
     assert "more than a weight and a bias (scale)" in skipped["patched"]
-    assert plan(Lazy()).replaced == ("fine",)
+    assert preview(Lazy()).replaced == ("fine",)
 
 
 def test_attention_is_named_with_its_dropout():
-    skipped = plan(Encoder()).skipped
+    skipped = preview(Encoder()).skipped
     assert "reads its out_proj.weight" in skipped["encoder.layers.0.self_attn.out_proj"]
     assert "functional dropout of 0.1" in skipped["encoder.layers.0.self_attn"]
 

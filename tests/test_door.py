@@ -129,20 +129,21 @@ def test_weights_and_noise_of_different_shapes_are_refused():
     for shape in ((600, 8), (1, 8), (8,), (1200, 1)):
         layer.log_sigma2 = nn.Parameter(torch.full(shape, -8.0))
         with pytest.raises(ArgumentError, match="1200, 8"):
-            layer.kl()
+            sparsevd.kl(layer)
         with pytest.raises(ArgumentError, match="1200, 8"):
             layer(torch.randn(3, 8))
 
 
 def test_a_contracted_layer_knows_its_width():
+    from sparsevd.posterior import posteriors
     from sparsevd.training.contraction import contracted
 
     model = sparsevd.sparsify(nn.Linear(8, 6)).train()
     gone = torch.zeros(6, 8, dtype=torch.bool)
     gone[:, :5] = True
-    model.drop(gone)
+    posteriors(model)[0].drop(gone)
     optimizer = torch.optim.Adam(model.parameters())
-    with contracted(model, [model], optimizer):
+    with contracted(model, posteriors(model), optimizer):
         assert model.part is not None
         assert model(torch.randn(2, 8)).shape == (2, 6)
         with pytest.raises(ArgumentError, match="takes 8 inputs"):

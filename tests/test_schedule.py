@@ -138,9 +138,9 @@ def test_it_saves_and_restores_itself():
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"9.weight": torch.zeros(1, dtype=torch.int16)}, "does not fit the network: '9.weight'"),
-        ({"0.weight": torch.zeros(16, 12)}, "does not fit the network"),
-        ({"0.weight": torch.zeros(12, 16, dtype=torch.int16)}, "does not fit the network"),
+        ({"9.weight": torch.zeros(1, dtype=torch.int16)}, "'9.weight' is no tensor of weights"),
+        ({"0.weight": torch.zeros(16, 12)}, "another type or shape"),
+        ({"0.weight": torch.zeros(12, 16, dtype=torch.int16)}, "another type or shape"),
         ({"0.weight": torch.full((16, 12), 4, dtype=torch.int16)}, "more epochs than the patience"),
     ],
 )

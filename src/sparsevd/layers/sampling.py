@@ -6,6 +6,7 @@ output: σ² and A² are made again, and the noise is not needed again.
 """
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -66,12 +67,18 @@ def composed(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor
         raise ArgumentError(f"the weight has shape {tuple(theta.shape)}, its log σ² {tuple(log_sigma2.shape)}")
     gamma = linear_map.product(input, theta, bias)
     wide, device = log_sigma2.dtype, input.device.type
-    # bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows.
-    keep_autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=keep_autocast):
+    with _autocast_to_bfloat16_at_most(device):
         squared, sigma2 = input.to(wide).square().to(variance_dtype), torch.exp(log_sigma2).to(variance_dtype)
         delta = linear_map.product(squared, sigma2, None).to(wide)
     return equations.noisy_output(gamma, delta, torch.randn_like(delta))
+
+
+def _autocast_to_bfloat16_at_most(device: str) -> AbstractContextManager[object]:
+    """bfloat16 has the range of float32, so autocast may use it for the product. float16 has not: σ² underflows."""
+    if not torch.amp.is_autocast_available(device):  # as on meta
+        return nullcontext()
+    stays = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=stays)
 
 
 def fused(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:

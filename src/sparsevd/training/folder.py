@@ -79,9 +79,9 @@ class TrainingFolder:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
         state: State,
         rng: Tensor | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         if self.path is None or self._metrics is None:
             return
@@ -100,7 +100,7 @@ class TrainingFolder:
         checkpoint = Checkpoint(
             model=dict(model.state_dict()),
             optimizer=slots,
-            schedule=schedule.state_dict(),
+            schedule=schedule.state_dict() if schedule else {},
             rng=rng,
             posteriors=restoration.described(model),
             buffers=[name for name, _ in model.named_buffers(remove_duplicate=False)],
@@ -115,7 +115,7 @@ class TrainingFolder:
             raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None
     ) -> tuple[State, Tensor | None]:
         """The state to go on from; the beginning if no checkpoint was written yet."""
         if self.path is None or self._metrics is None:
@@ -143,12 +143,14 @@ class TrainingFolder:
         restoration.check_model(checkpoint, model, path)
         restoration.check_history(state.history, model, path)
         restoration.check_optimizer(checkpoint, model, optimizer, begun, path)
-        if problem := schedule.problem_of(checkpoint.schedule):
-            raise CheckpointError.damaged(path, problem)
+        problem = schedule.problem_of(checkpoint.schedule) if schedule else ", ".join(checkpoint.schedule)
+        if problem:
+            raise CheckpointError.damaged(path, f"the state of its schedule does not fit: {problem}")
         if checkpoint.rng is not None:
             restoration.check_generator(checkpoint.rng, path)
         restoration.put_back(checkpoint, model, optimizer)
-        schedule.load_state_dict(checkpoint.schedule)
+        if schedule:
+            schedule.load_state_dict(checkpoint.schedule)
         self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
         return state, checkpoint.rng
 

@@ -244,7 +244,7 @@ class Loop:
         metrics = replace(metrics, seconds=time.monotonic() - begun)
         self._last = metrics
         self.state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
-        self.folder.save(self.model, self.optimizer, self.schedule, self.state)
+        self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule)
         for callback in self._callbacks:
             callback.on_epoch(self._moment())
         threads.warn_if_they_spin()
@@ -255,7 +255,7 @@ class Loop:
         """Ctrl-C came inside an epoch: save what is needed to go on with the very next batch."""
         self._check_parameters()
         self.state.seconds = time.monotonic() - begun
-        self.folder.save(self.model, self.optimizer, self.schedule, self.state, torch.get_rng_state())
+        self.folder.save(self.model, self.optimizer, self.state, torch.get_rng_state(), self.schedule)
         raise KeyboardInterrupt
 
     def _pass_over(self, remaining: Iterator[Batch]) -> None:

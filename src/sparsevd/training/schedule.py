@@ -135,7 +135,7 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken; what does not fit is refused, and nothing changes."""
         if problem := self.problem_of(state):
-            raise CheckpointError(problem)
+            raise CheckpointError(f"the state of the schedule does not fit: {problem}")
         devices = {each.name: each.theta.device for each in self.posteriors}
         self._epochs_above = {name: value.to(devices[name]).clone() for name, value in state.items()}
 
@@ -144,9 +144,9 @@ class Schedule:
         shapes = {each.name: each.theta.shape for each in self.posteriors}
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.dtype is not torch.int16 or value.shape != shapes.get(name):
-                return f"the state of its schedule does not fit the network: {name!r}"
+                return f"{name!r} is no tensor of weights, or of another type or shape"
             if ((value < 0) | (value > self.config.drop_patience)).any():
-                return f"the state of its schedule counts more epochs than the patience of the recipe: {name!r}"
+                return f"{name!r} counts more epochs than the patience of the recipe"
         return ""
 
 
