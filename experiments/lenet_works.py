@@ -11,7 +11,7 @@ from work import Images, Work
 import sparsevd
 from sparsevd import baselines
 from sparsevd.baselines import METHODS, Method
-from sparsevd.runs.training_run import split
+from sparsevd.runs.sources import split
 from sparsevd.zoo.datasets import load
 from sparsevd.zoo.models import MODELS
 

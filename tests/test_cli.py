@@ -32,6 +32,12 @@ USER_CODE = """
     def not_a_model():
         return 3
 
+    def of_width(width):
+        return nn.Linear(20, width)
+
+    def no_test():
+        return data()[0], None
+
     constant = 3
 """
 TRAIN = ["train", "--model", "mine:network", "--data", "mine:data", "--batch-size", "20"]
@@ -120,6 +126,46 @@ def test_info_and_prune_of_a_checkpoint(trained, user_folder):
     assert table.splitlines()[-1].split()[:3] == totals.split()[:3]
 
 
+def test_a_run_of_ones_own_code_needs_no_further_arguments(trained, user_folder):
+    folder, _ = trained
+    begun = json.loads((folder / "run.json").read_text())
+    assert begun["classes"] == 2
+    assert begun["example"] == [{"shape": [20], "dtype": "float32"}]
+    runner = CliRunner()
+    for arguments, text in [
+        (["info", "run"], "multiply-adds: 1,408 dense"),
+        (["export", "run", "--to", "c", "-o", "mine.c"], "written to mine.c"),
+        (["bench", "run", "--batch", "1", "--threads", "1", "--no-compile"], "accelerate"),
+        (["compress", "run", "-o", "mine.spvd", "--max-error-increase", "100"], "test error of the file"),
+    ]:
+        shown = runner.invoke(app, arguments)
+        assert shown.exit_code == 0, shown.output
+        assert text in shown.output
+        assert "model: mine:network, as run/summary.json says" in shown.output
+    assert "data: mine:data, as run/summary.json says" in shown.output
+    # An unfinished run has no summary yet.
+    (folder / "summary.json").unlink()
+    assert "model: mine:network, as run/run.json says" in runner.invoke(app, ["info", "run"]).output
+    (user_folder / "mine.py").unlink()
+    sys.modules.pop("mine")
+    gone = runner.invoke(app, ["info", "run"])
+    assert gone.exit_code == 0
+    assert "name it with --model package.module:factory" in gone.output
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(trained):
+    """Its run.json says neither the classes nor what an input looks like."""
+    folder, output = trained
+    begun = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({k: v for k, v in begun.items() if k not in ("classes", "example")}))
+    (folder / "summary.json").unlink()
+    again = sparsevd(*TRAIN, "--out", "run", "--epochs", 3, "--val-size", 200, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[-2] == output.splitlines()[-2]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["classes"], summary["example"]) == (begun["classes"], begun["example"])
+
+
 def test_resume_of_a_finished_run_shows_its_result(trained, user_folder):
     folder, output = trained
     before = (folder / "pruned.safetensors").read_bytes()
@@ -202,10 +248,13 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--data", "mine:data", "--model", "nowhere:net"], "'nowhere:net' cannot be imported"),
         (["train", "--data", "mine:data", "--model", "mine:not_a_model"], "returned a int, not a torch module"),
         (["train", "--data", "mine:data", "--model", "mine:constant"], "not a function"),
+        (["train", "--data", "mine:data", "--model", "mine:of_width"], "is missing a required argument: 'width'"),
+        (["train", "--data", "mine:of_width"], "mine:of_width is called without arguments"),
+        (["compare", "--data", "mine:data", "--net", "mine:of_width"], "give a function that fills it in"),
         (["train", "--data", "mine:not_a_model", "--model", "mine:network"], "must return (train, test)"),
-        (["train", "--epochs", "0"], "epochs=0 must be a positive integer"),
+        (["train", "--epochs", "0"], "--epochs 0 must be a positive integer"),
         (["train", "--epochs", "many"], "Invalid value for '--epochs'"),
-        (["train", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["train", "--learning-rate", "nan"], "--learning-rate nan must be a positive number"),
         (["train", "--threshold", "nan", "--data", "mine:data", "--model", "mine:network"], "threshold is NaN"),
         (["train", "--data-dir", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["train", "--resume", "--overwrite"], "exclude each other"),
@@ -217,6 +266,11 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["info", "missing.safetensors"], "missing.safetensors does not exist"),
         (["info", "mine.py"], "mine.py is not a whole safetensors file"),
         (["prune", "plain.safetensors", "-o", "x"], "is not a checkpoint of sparsevd"),
+        (["export", "plain.safetensors", "-o", "x"], "give --model and --input-shape"),
+        (["compress", "plain.safetensors", "-o", "x"], "give --model and --data"),
+        (["compress", "plain.safetensors", "-o", "x", "--precision", "fine"], "--precision fine must be"),
+        (["compress", "plain.safetensors", "-o", "x", "--max-error-increase", "-1"], "--max-error-increase -1.0 must"),
+        (["compare", "--data", "mine:no_test", "--net", "mine:network"], "held-out examples (--val-size)"),
         (["info", "plain.safetensors", "--threshold", "2"], "no log α"),
         (["prune", "mine.py"], "Missing option '--output'"),
         (["fly"], "No such command 'fly'"),

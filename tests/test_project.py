@@ -37,6 +37,7 @@ ORDER = [
     "zoo",
     "runs",
     "moved",
+    "cli_options",
     "cli",
 ]
 
