@@ -199,7 +199,7 @@ def _fit(
         _choose_variance(layers, config.variance_dtype, state.bfloat16)
         while state.epoch < config.epochs:
             begun = time.monotonic() - state.seconds
-            torch.manual_seed(config.seed * 1_000_003 + state.epoch)
+            generator.seed_epoch(config.seed, state.epoch)
             model.train()
             first: list[tuple[Tensor, Tensor]] = []
             remaining = _keeping(first, batches(train, config.batch_size, shuffle=True))
