@@ -7,14 +7,22 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import fields
+from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from sparsevd.cli import app
+from sparsevd.cli_options import in_options
+from sparsevd.runs.comparison import CompareConfig
+from sparsevd.runs.compression import CompressConfig
+from sparsevd.runs.training_run import RunConfig
 from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.loop import FitConfig
 
 USER_CODE = """
     import torch
@@ -83,6 +91,7 @@ def test_train_writes_and_says_everything(trained):
     assert "epoch 3/3  loss" in output
     assert "validation error" in output
     assert "ours: " in output
+    assert "× counting every parameter) at " in output
     assert "% test error" in output
     assert "paper" not in output
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -108,7 +117,7 @@ def test_train_writes_and_says_everything(trained):
 
 def test_info_and_prune_of_a_checkpoint(trained, user_folder):
     folder, output = trained
-    table = output[output.index("layer ") : output.index("fewer weights;")].rpartition("\n")[0]
+    table = output[output.index("layer ") : output.index("fewer weights in these layers")].rpartition("\n")[0]
     runner = CliRunner()
     shown = runner.invoke(app, ["info", str(folder)])
     assert shown.exit_code == 0
@@ -336,3 +345,53 @@ def test_recipes_are_named_and_options_override_them(user_folder):
     assert run("--epochs", "1")["learning_rate"] == 0.004
     listed = CliRunner().invoke(app, ["train", "--recipe", "list"])
     assert "paper-pretrained" in listed.output
+
+
+def options_of(name):
+    command = typer.main.get_command(app).commands[name]
+    return {each.name: each for each in command.params if each.param_type_name == "option"}
+
+
+@pytest.mark.parametrize(
+    ("name", "configs"),
+    [("train", (RunConfig, FitConfig)), ("compress", (CompressConfig,)), ("compare", (CompareConfig,))],
+)
+def test_every_setting_with_a_help_text_is_an_option_with_its_default(name, configs):
+    options = options_of(name)
+    for config in configs:
+        types = get_type_hints(config, include_extras=True)
+        described = {field.name: field for field in fields(config) if get_origin(types[field.name]) is Annotated}
+        assert described
+        for field in described.values():
+            option = options.pop(field.name)
+            assert option.default == field.default
+            assert option.opts == [f"--{field.name.replace('_', '-')}"]
+            assert option.help == types[field.name].__metadata__[0]
+            assert bool(option.secondary_opts) == (field.default is True)  # --no-contract, but no --no-mirror
+    own = {"train": {"recipe"}, "compress": {"output"}, "compare": {"methods", "cards"}}
+    assert options.keys() - {"help"} == own[name]
+
+
+def test_an_option_has_one_spelling_in_all_commands():
+    """So that a setting in an error can be turned into its option wherever it comes from."""
+    spellings = {}
+    for name in ("train", "info", "prune", "export", "compress", "bench", "compare"):
+        for option in options_of(name).values():
+            assert spellings.setdefault(option.name, option.opts[0]) == option.opts[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [
+        ("val_size=5 must be less", "--val-size 5 must be less"),
+        ("give model= and input_shape=", "give --model and --input-shape"),
+        ("another folder (out=)", "another folder (--out)"),
+        ("resume=True continues it, overwrite=True starts anew", "--resume continues it, --overwrite starts anew"),
+        ("shift=True must be a number", "--shift must be a number"),
+        ("variance_dtype='x' must be", "--variance-dtype 'x' must be"),
+        ("n_train=3 contradicts the data", "n_train=3 contradicts the data"),
+        ("the model of runs/seed=3 is damaged", "the model of runs/seed=3 is damaged"),
+    ],
+)
+def test_settings_in_errors_become_options(library, command):
+    assert in_options(library, app) == command

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ConversionError
 from sparsevd.layers import SPARSE_TYPES, THRESHOLD, SparseLayer
 from sparsevd.posterior import equations
+from sparsevd.reporting.table import table
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,11 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """All layers and their totals. Only weights of Linear and Conv layers count in the ratio, as in the paper."""
+    """All layers and their totals.
+
+    As in the paper, only the weights of these layers count in `ratio`. `whole_ratio` is that of all parameters: what
+    stays dense shows in it.
+    """
 
     layers: tuple[LayerSummary, ...]
     other_parameters: int
@@ -55,6 +60,17 @@ class ModelSummary:
         """|W| / |W≠0|: how many times fewer weights."""
         return self.weights / self.kept if self.kept else math.inf
 
+    @property
+    def parameters(self) -> int:
+        """All that the network holds, without the noise."""
+        return self.weights + self.other_parameters
+
+    @property
+    def whole_ratio(self) -> float:
+        """How many times fewer parameters, with those of no layer in the list all kept."""
+        left = self.kept + self.other_parameters
+        return self.parameters / left if left else math.inf
+
     def per_layer(self) -> list[dict[str, Any]]:
         """Weights and kept weights of each layer, as a record of an experiment has them."""
         return [{"name": layer.name, "weights": layer.weights, "kept": layer.kept} for layer in self.layers]
@@ -68,6 +84,8 @@ class ModelSummary:
             "sparsity": self.sparsity,
             "ratio": self.ratio if self.kept else None,
             "other_parameters": self.other_parameters,
+            "parameters": self.parameters,
+            "whole_ratio": self.whole_ratio if math.isfinite(self.whole_ratio) else None,
             "kl": self.kl,
             "layers": layers,
         }
@@ -87,43 +105,42 @@ class ModelSummary:
             for layer in self.layers
         ]
         total = ("total", "", "", f"{self.weights:,}", f"{self.kept:,}", f"{self.sparsity:.2f} %", "")
-        widths = [max(len(row[column]) for row in [header, *rows, total]) for column in range(len(header))]
+        return f"{table(header, rows, right=(3, 4, 5), total=total)}\n{self.headline()}"
 
-        def line(row: tuple[str, ...]) -> str:
-            cells = [
-                cell.rjust(width) if 3 <= column <= 5 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            return "  ".join(cells).rstrip()
+    def headline(self) -> str:
+        """How many times fewer: of these layers, as the paper counts, and of all that the network holds."""
+        return (
+            f"{times(self.ratio)} fewer weights in these layers; {times(self.whole_ratio)} counting every parameter "
+            f"of the network ({self.other_parameters:,} others: biases, norms, what stays dense)"
+        )
 
-        rule = "─" * len(line(header))
-        times = f"{self.ratio:.1f}×" if self.kept else "infinitely"
-        tail = f"{times} fewer weights; {self.other_parameters:,} other parameters (biases, norms, what stays dense)"
-        return "\n".join([line(header), rule, *map(line, rows), rule, line(total), tail])
+
+def times(ratio: float) -> str:
+    """How many times, in words: of nothing, everything is infinitely many."""
+    return f"{ratio:.1f}×" if math.isfinite(ratio) else "infinitely"
 
 
 def summary(model: nn.Module) -> ModelSummary:
     """Layer by layer, how many weights are kept: of a Sparse VD network by log α, of a plain one by its zeros."""
-    layers = [
-        summarise_layer(name, type(module).__name__, module.weight, module.log_sigma2, module.threshold)
-        if isinstance(module, SparseLayer)
-        else summarise_layer(name, type(module).__name__, cast(Tensor, module.weight))
-        for name, module in model.named_modules()
-        if isinstance(module, SparseLayer) or _counts(module)
-    ]
+    layers: dict[Tensor, LayerSummary] = {}  # by the weight: a tied one counts once, under its first name
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLayer):
+            noise, threshold = module.log_sigma2, module.threshold
+        elif _counts(module):
+            noise, threshold = None, THRESHOLD
+        else:
+            continue
+        weight = cast(Tensor, module.weight)
+        if weight not in layers:
+            layers[weight] = summarise_layer(name, type(module).__name__, weight, noise, threshold)
     if not layers:
         raise ConversionError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to sum up")
     sparse = [module for module in model.modules() if isinstance(module, SparseLayer)]
-    noise = sum(layer.log_sigma2.numel() for layer in sparse)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    others = parameters - sum(layer.log_sigma2.numel() for layer in sparse) - sum(map(Tensor.numel, layers))
     with torch.no_grad():
         kl = sum(layer.kl().item() for layer in sparse) if sparse else None
-    weights = {
-        cast(Tensor, module.weight)  # tied ones once
-        for module in model.modules()
-        if isinstance(module, SparseLayer) or _counts(module)
-    }
-    return ModelSummary(tuple(layers), parameters - noise - sum(weight.numel() for weight in weights), kl)
+    return ModelSummary(tuple(layers.values()), others, kl)
 
 
 def _counts(module: nn.Module) -> bool:

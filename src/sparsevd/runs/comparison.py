@@ -18,6 +18,7 @@ from sparsevd.baselines import METHODS, Method
 from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.files import atomic, lock
 from sparsevd.reporting.summary import summary
+from sparsevd.reporting.table import table as text_table
 from sparsevd.runs import sources
 from sparsevd.runs.sources import Sources
 from sparsevd.runs.training_run import RunConfig
@@ -176,12 +177,4 @@ def table(records: list[dict[str, Any]]) -> str:
         )
         for record in records
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in (1, 3, 4) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:]])
+    return text_table(header, rows, right=(1, 3, 4))

@@ -22,6 +22,7 @@ from sparsevd.files.tensors import write_tensors
 from sparsevd.graph import Graph, capture
 from sparsevd.layers import SparseLayer
 from sparsevd.modelfile.container import FRAME, Packed
+from sparsevd.reporting.table import table
 from sparsevd.runs.run import Run
 from sparsevd.runs.sources import split
 from sparsevd.training.data import Data, batches, size
@@ -87,16 +88,7 @@ class Compression:
         ]
         rows.append(("header, graph" if self.graph else "header", "", "", "", "", "", f"{self.frame:,.0f}"))
         total = ("total", "", "", "", "", "", f"{self.size:,}")
-        widths = [max(len(row[i]) for row in [header, *rows, total]) for i in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in [header, *rows, total]
-        ]
-        rule = "─" * len(lines[0])
-        lines = [lines[0], rule, *lines[1:-1], rule, lines[-1], ""]
+        lines = [table(header, rows, right=range(1, 7), total=total), ""]
         if self.steps is not None:
             lines.append(f"weights rounded to multiples of {self.steps:g} σ")
         lines.append(f"dense float32: {self.dense_size:,} bytes, {self.dense_size / self.size:.0f}× larger")

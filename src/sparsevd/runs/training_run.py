@@ -18,7 +18,7 @@ from sparsevd.conversion import plan, prune, sparsify
 from sparsevd.errors import ArgumentError
 from sparsevd.files import lock
 from sparsevd.layers import THRESHOLD
-from sparsevd.reporting.summary import ModelSummary, summary
+from sparsevd.reporting.summary import ModelSummary, summary, times
 from sparsevd.runs import sources
 from sparsevd.runs.origin import describe_example
 from sparsevd.runs.run import PRETRAIN, Run
@@ -152,9 +152,9 @@ def _tested(config: RunConfig, model: nn.Module, pruned: nn.Module, data: Source
 
 def describe(result: RunResult) -> str:
     """The result in two lines, beside the paper's where there is one."""
-    times = f"{result.summary.ratio:.1f}×" if result.summary.kept else "infinitely"
     lines = [f"trained in {result.training_seconds / 60:.1f} min; variational bound {result.elbo:,.0f} nats"]
-    ours = f"ours: {times} fewer weights"
+    left = result.summary
+    ours = f"ours: {times(left.ratio)} fewer weights ({times(left.whole_ratio)} counting every parameter)"
     if result.test and result.test.error is not None:
         ours += f" at {result.test.error:.2f} % test error"
     elif result.test:
