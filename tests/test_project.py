@@ -81,6 +81,18 @@ def test_import_is_light():
     assert not {"typer", "rich", "safetensors", "matplotlib", "scipy", "sklearn", "hypothesis"} & set(loaded)
 
 
+def test_the_library_knows_no_options():
+    """Its errors name arguments; only the command line speaks of --options."""
+    spoken = {
+        (path.name, node.value)
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ("cli.py", "cli_options.py", "download.py")  # the last one calls pip
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"(?<!\w)--[a-z]", node.value)
+    }
+    assert not spoken
+
+
 def compiler() -> str | None:
     """What builds the kernels: the compiler that is asked for, Python's own, or the system's."""
     names = [os.environ.get("CC"), sysconfig.get_config_var("CC"), "cc", "gcc", "clang"]
