@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsevd
-from sparsevd.runs.restore import restore
+from sparsevd.runs.run import Run
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "compaction.json"
@@ -139,7 +139,7 @@ def main() -> None:
         for argument in sys.argv[1:]:
             path = Path(argument)
             path = path / "pruned.safetensors" if path.is_dir() else path
-            restored = restore(path)
+            restored = Run(path).network()
             shape = restored.example.shape[1:]
             new.append(record(path.parent.name, restored.network, lambda n, s=shape: torch.rand(n, *s), timed=True))
     else:

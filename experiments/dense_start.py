@@ -25,7 +25,7 @@ from work import Images, Work
 
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.layers.sampling import multiplies_bfloat16
-from sparsevd.runs.training_run import split
+from sparsevd.runs.sources import split
 from sparsevd.training.data import Augmented, Data, batches
 from sparsevd.training.evaluation import evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder

@@ -28,6 +28,8 @@ from sparsevd.modelfile import container, native, quantisation, symbols
 from sparsevd.modelfile.container import Form
 from sparsevd.runs import compression
 from sparsevd.runs.compression import CompressConfig
+from sparsevd.runs.run import Run
+from sparsevd.runs.sources import build_model
 from sparsevd.zoo import datasets
 
 STEPS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -38,9 +40,9 @@ LIMITS = (0.05, 0.1, 0.2)  # --max-error-increase
 
 def measure(folder: Path) -> dict[str, Any]:
     path = folder / "checkpoint.safetensors"
-    name, data_name, seed = compression.origin(CompressConfig(path, path), path)
-    splits = datasets.load(data_name)
-    model = compression.load_model(path, compression.build_model(name, splits.classes))
+    run = Run(folder)
+    name, seed, splits = run.model_name, run.seed(), datasets.load(run.data_name)
+    model = run.model(splits.classes)
     pruned = sparsevd.prune(model)
     graph = sparsevd.capture(pruned, splits.test[0][:2])
 
@@ -163,7 +165,7 @@ def nncodec(state: dict[str, torch.Tensor], name: str, splits: datasets.Splits) 
             plain = {"sparsity": 0, "tca": False, "opt_qp": False, "bnf": False, "lsa": False, "wandb": False}
             coded = codec.encode({key: tensor.numpy().copy() for key, tensor in state.items()}, settings | plain)
             decoded = codec.decode(coded, {"wandb": False})
-            network = compression.build_model(name, splits.classes)
+            network = build_model(name, splits.classes)
             network.load_state_dict({key: torch.tensor(np.asarray(decoded[key])) for key in state})
             result = sparsevd.evaluate(network, splits.test)
             kind = "dependent" if dependent else "plain"

@@ -12,7 +12,7 @@ import sparsevd
 from sparsevd import baselines
 from sparsevd.baselines import METHODS, Method
 from sparsevd.posterior import posteriors
-from sparsevd.runs.training_run import split
+from sparsevd.runs.sources import split
 from sparsevd.zoo.datasets import load
 from sparsevd.zoo.models import MODELS
 

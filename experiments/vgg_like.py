@@ -19,7 +19,7 @@ from typing import Any
 from records import Records, chart, train
 
 import sparsevd
-from sparsevd.runs.restore import restore
+from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import load_weights
 from sparsevd.zoo.datasets import load
 from sparsevd.zoo.models import MODELS
@@ -76,7 +76,7 @@ def sweep(record: dict[str, Any]) -> list[dict[str, float]]:
     """Test error and sparsity of a finished run by threshold."""
     found, test = [], load(record["data"]).test
     for threshold in THRESHOLDS:
-        network = restore(folder(**{key: record[key] for key in UNIT}), threshold=threshold).network
+        network = Run(folder(**{key: record[key] for key in UNIT})).network(threshold).network
         error = sparsevd.evaluate(network, test).error
         found.append({"threshold": threshold, "ratio": sparsevd.summary(network).ratio, "error": error})
     return found

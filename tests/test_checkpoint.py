@@ -19,7 +19,7 @@ from sparsevd.errors import CheckpointError, FormatError, SparseVDError, WriteEr
 from sparsevd.files.tensors import DTYPES, little_endian, read_tensors, write_tensors
 from sparsevd.layers import INITIAL_LOG_SIGMA2
 from sparsevd.posterior import Posterior
-from sparsevd.runs.checkpoint_info import info, prune_file
+from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import Checkpoint, load_weights
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics, History
@@ -177,12 +177,12 @@ def test_pruning_a_file_prunes_a_shared_layer_under_all_its_names(tmp_path):
     sparsevd.fit(model, data, None, sparsevd.FitConfig(epochs=1), run_dir=tmp_path, progress=False)
     with torch.no_grad():
         expected = sparsevd.prune(model, threshold=-3.0)
-    prune_file(tmp_path, tmp_path / "pruned", -3.0)
+    Run(tmp_path).write_pruned(tmp_path / "pruned", -3.0)
     tensors, _ = read_tensors(tmp_path / "pruned")
     assert tensors.keys() == expected.state_dict().keys()
     assert all(torch.equal(tensors[key], tensor) for key, tensor in expected.state_dict().items())
-    assert info(tmp_path).layers == sparsevd.summary(model).layers
-    assert info(tmp_path).other_parameters == sparsevd.summary(model).other_parameters
+    assert Run(tmp_path).summary().layers == sparsevd.summary(model).layers
+    assert Run(tmp_path).summary().other_parameters == sparsevd.summary(model).other_parameters
 
 
 def test_starting_from_a_sparse_run_frees_every_weight(tmp_path):
@@ -444,7 +444,7 @@ def test_states_of_the_generator_that_occur_are_accepted(tmp_path, two_epochs):
 )
 def test_a_description_that_is_none_is_refused(tmp_path, description):
     write_tensors(tmp_path / "c", {"model.weight": torch.zeros(2, 3)}, {"sparsevd": description})
-    for read in (Checkpoint.load, info, lambda path: load_weights(nn.Linear(3, 2), path)):
+    for read in (Checkpoint.load, lambda path: Run(path).summary(), lambda path: load_weights(nn.Linear(3, 2), path)):
         with pytest.raises(CheckpointError, match=str(tmp_path)):
             read(tmp_path / "c")
 
@@ -469,7 +469,7 @@ def test_weights_of_another_kind_are_refused_and_of_another_precision_taken(tmp_
         load_weights(model, tmp_path / "wrong")
     write_tensors(tmp_path / "eight", {"weight": torch.zeros(2, 3).to(torch.float8_e5m2)})
     with pytest.raises(CheckpointError, match="torch.float8_e5m2, which is not supported"):
-        info(tmp_path / "eight")
+        Run(tmp_path / "eight").summary()
 
 
 def as_format(folder, version):

@@ -7,14 +7,22 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import fields
+from typing import Annotated, get_origin, get_type_hints
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from sparsevd.cli import app
+from sparsevd.cli_options import in_options
+from sparsevd.runs.comparison import CompareConfig
+from sparsevd.runs.compression import CompressConfig
+from sparsevd.runs.training_run import RunConfig
 from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.loop import FitConfig
 
 USER_CODE = """
     import torch
@@ -31,6 +39,12 @@ USER_CODE = """
 
     def not_a_model():
         return 3
+
+    def of_width(width):
+        return nn.Linear(20, width)
+
+    def no_test():
+        return data()[0], None
 
     constant = 3
 """
@@ -77,6 +91,7 @@ def test_train_writes_and_says_everything(trained):
     assert "epoch 3/3  loss" in output
     assert "validation error" in output
     assert "ours: " in output
+    assert "× counting every parameter) at " in output
     assert "% test error" in output
     assert "paper" not in output
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -102,7 +117,7 @@ def test_train_writes_and_says_everything(trained):
 
 def test_info_and_prune_of_a_checkpoint(trained, user_folder):
     folder, output = trained
-    table = output[output.index("layer ") : output.index("fewer weights;")].rpartition("\n")[0]
+    table = output[output.index("layer ") : output.index("fewer weights in these layers")].rpartition("\n")[0]
     runner = CliRunner()
     shown = runner.invoke(app, ["info", str(folder)])
     assert shown.exit_code == 0
@@ -118,6 +133,46 @@ def test_info_and_prune_of_a_checkpoint(trained, user_folder):
     plain = runner.invoke(app, ["info", str(folder / "pruned.safetensors")])
     (totals,) = [line for line in plain.output.splitlines() if line.startswith("total")]
     assert table.splitlines()[-1].split()[:3] == totals.split()[:3]
+
+
+def test_a_run_of_ones_own_code_needs_no_further_arguments(trained, user_folder):
+    folder, _ = trained
+    begun = json.loads((folder / "run.json").read_text())
+    assert begun["classes"] == 2
+    assert begun["example"] == [{"shape": [20], "dtype": "float32"}]
+    runner = CliRunner()
+    for arguments, text in [
+        (["info", "run"], "multiply-adds: 1,408 dense"),
+        (["export", "run", "--to", "c", "-o", "mine.c"], "written to mine.c"),
+        (["bench", "run", "--batch", "1", "--threads", "1", "--no-compile"], "accelerate"),
+        (["compress", "run", "-o", "mine.spvd", "--max-error-increase", "100"], "test error of the file"),
+    ]:
+        shown = runner.invoke(app, arguments)
+        assert shown.exit_code == 0, shown.output
+        assert text in shown.output
+        assert "model: mine:network, as run/summary.json says" in shown.output
+    assert "data: mine:data, as run/summary.json says" in shown.output
+    # An unfinished run has no summary yet.
+    (folder / "summary.json").unlink()
+    assert "model: mine:network, as run/run.json says" in runner.invoke(app, ["info", "run"]).output
+    (user_folder / "mine.py").unlink()
+    sys.modules.pop("mine")
+    gone = runner.invoke(app, ["info", "run"])
+    assert gone.exit_code == 0
+    assert "name it with --model package.module:factory" in gone.output
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(trained):
+    """Its run.json says neither the classes nor what an input looks like."""
+    folder, output = trained
+    begun = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({k: v for k, v in begun.items() if k not in ("classes", "example")}))
+    (folder / "summary.json").unlink()
+    again = sparsevd(*TRAIN, "--out", "run", "--epochs", 3, "--val-size", 200, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[-2] == output.splitlines()[-2]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["classes"], summary["example"]) == (begun["classes"], begun["example"])
 
 
 def test_resume_of_a_finished_run_shows_its_result(trained, user_folder):
@@ -202,10 +257,13 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--data", "mine:data", "--model", "nowhere:net"], "'nowhere:net' cannot be imported"),
         (["train", "--data", "mine:data", "--model", "mine:not_a_model"], "returned a int, not a torch module"),
         (["train", "--data", "mine:data", "--model", "mine:constant"], "not a function"),
+        (["train", "--data", "mine:data", "--model", "mine:of_width"], "is missing a required argument: 'width'"),
+        (["train", "--data", "mine:of_width"], "mine:of_width is called without arguments"),
+        (["compare", "--data", "mine:data", "--net", "mine:of_width"], "give a function that fills it in"),
         (["train", "--data", "mine:not_a_model", "--model", "mine:network"], "must return (train, test)"),
-        (["train", "--epochs", "0"], "epochs=0 must be a positive integer"),
+        (["train", "--epochs", "0"], "--epochs 0 must be a positive integer"),
         (["train", "--epochs", "many"], "Invalid value for '--epochs'"),
-        (["train", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["train", "--learning-rate", "nan"], "--learning-rate nan must be a positive number"),
         (["train", "--threshold", "nan", "--data", "mine:data", "--model", "mine:network"], "threshold is NaN"),
         (["train", "--data-dir", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["train", "--resume", "--overwrite"], "exclude each other"),
@@ -217,6 +275,11 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["info", "missing.safetensors"], "missing.safetensors does not exist"),
         (["info", "mine.py"], "mine.py is not a whole safetensors file"),
         (["prune", "plain.safetensors", "-o", "x"], "is not a checkpoint of sparsevd"),
+        (["export", "plain.safetensors", "-o", "x"], "give --model and --input-shape"),
+        (["compress", "plain.safetensors", "-o", "x"], "give --model and --data"),
+        (["compress", "plain.safetensors", "-o", "x", "--precision", "fine"], "--precision fine must be"),
+        (["compress", "plain.safetensors", "-o", "x", "--max-error-increase", "-1"], "--max-error-increase -1.0 must"),
+        (["compare", "--data", "mine:no_test", "--net", "mine:network"], "held-out examples (--val-size)"),
         (["info", "plain.safetensors", "--threshold", "2"], "no log α"),
         (["prune", "mine.py"], "Missing option '--output'"),
         (["fly"], "No such command 'fly'"),
@@ -282,3 +345,53 @@ def test_recipes_are_named_and_options_override_them(user_folder):
     assert run("--epochs", "1")["learning_rate"] == 0.004
     listed = CliRunner().invoke(app, ["train", "--recipe", "list"])
     assert "paper-pretrained" in listed.output
+
+
+def options_of(name):
+    command = typer.main.get_command(app).commands[name]
+    return {each.name: each for each in command.params if each.param_type_name == "option"}
+
+
+@pytest.mark.parametrize(
+    ("name", "configs"),
+    [("train", (RunConfig, FitConfig)), ("compress", (CompressConfig,)), ("compare", (CompareConfig,))],
+)
+def test_every_setting_with_a_help_text_is_an_option_with_its_default(name, configs):
+    options = options_of(name)
+    for config in configs:
+        types = get_type_hints(config, include_extras=True)
+        described = {field.name: field for field in fields(config) if get_origin(types[field.name]) is Annotated}
+        assert described
+        for field in described.values():
+            option = options.pop(field.name)
+            assert option.default == field.default
+            assert option.opts == [f"--{field.name.replace('_', '-')}"]
+            assert option.help == types[field.name].__metadata__[0]
+            assert bool(option.secondary_opts) == (field.default is True)  # --no-contract, but no --no-mirror
+    own = {"train": {"recipe"}, "compress": {"output"}, "compare": {"methods", "cards"}}
+    assert options.keys() - {"help"} == own[name]
+
+
+def test_an_option_has_one_spelling_in_all_commands():
+    """So that a setting in an error can be turned into its option wherever it comes from."""
+    spellings = {}
+    for name in ("train", "info", "prune", "export", "compress", "bench", "compare"):
+        for option in options_of(name).values():
+            assert spellings.setdefault(option.name, option.opts[0]) == option.opts[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [
+        ("val_size=5 must be less", "--val-size 5 must be less"),
+        ("give model= and input_shape=", "give --model and --input-shape"),
+        ("another folder (out=)", "another folder (--out)"),
+        ("resume=True continues it, overwrite=True starts anew", "--resume continues it, --overwrite starts anew"),
+        ("shift=True must be a number", "--shift must be a number"),
+        ("variance_dtype='x' must be", "--variance-dtype 'x' must be"),
+        ("n_train=3 contradicts the data", "n_train=3 contradicts the data"),
+        ("the model of runs/seed=3 is damaged", "the model of runs/seed=3 is damaged"),
+    ],
+)
+def test_settings_in_errors_become_options(library, command):
+    assert in_options(library, app) == command

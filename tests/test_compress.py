@@ -16,8 +16,8 @@ from sparsevd.errors import ArgumentError, CheckpointError, FormatError
 from sparsevd.files.tensors import write_tensors
 from sparsevd.layers import SparseLayer
 from sparsevd.runs import compression
-from sparsevd.runs.checkpoint_info import info
 from sparsevd.runs.compression import CompressConfig
+from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import Checkpoint
 
 USER_CODE = """
@@ -188,22 +188,34 @@ def test_data_without_a_test_set(tmp_path):
     assert "test" not in str(result)
 
 
-def test_code_is_not_run_because_a_file_names_it(trained, tmp_path):
-    with pytest.raises(ArgumentError, match="give --model and --data"):
-        compression.compress(CompressConfig(trained, tmp_path / "a.spvd"))
+def test_model_data_and_seed_are_those_of_the_run(trained, tmp_path):
+    said = []
+    named = compression.compress(CompressConfig(trained, tmp_path / "a.spvd", max_error_increase=3.0), said.append)
+    summary = trained / "summary.json"
+    assert said == [f"model: mine:network, as {summary} says", f"data: mine:data, as {summary} says"]
+    assert named == compression.compress(of_mine(trained, tmp_path / "b.spvd", max_error_increase=3.0))
+    assert Run(trained).seed() == 5
     told = {"model": "lenet-300-100", "data": "mnist", "config": {"seed": 3}}
-    (trained / "summary.json").write_text(json.dumps(told))
-    assert compression.origin(CompressConfig(trained, trained), trained / "x") == ("lenet-300-100", "mnist", 3)
+    summary.write_text(json.dumps(told))
+    run = Run(trained)
+    assert (run.model_name, run.data_name, run.seed()) == ("lenet-300-100", "mnist", 3)
+
+
+def test_code_is_not_run_because_a_file_of_somebody_else_names_it(trained, tmp_path, monkeypatch):
+    (trained / "summary.json").chmod(0o646)
+    monkeypatch.setattr("importlib.import_module", None)
+    with pytest.raises(ArgumentError, match="Give model= yourself"):
+        compression.compress(CompressConfig(trained, tmp_path / "a.spvd"))
 
 
 def test_what_is_missing_is_said(tmp_path):
     save_file({"weight": torch.randn(3, 3)}, tmp_path / "alone.safetensors")
-    with pytest.raises(ArgumentError, match="give --model and --data"):
+    with pytest.raises(ArgumentError, match="give model= and data="):
         compression.compress(CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd"))
     config = CompressConfig(tmp_path / "alone.safetensors", tmp_path / "a.spvd", model="mine:network", data="mine:data")
     with pytest.raises(CheckpointError, match="does not fit the model"):
         compression.compress(CompressConfig(**{**vars(config), "val_size": 500}))
-    for change, message in (({"precision": "fine"}, "--precision fine"), ({"max_error_increase": -1.0}, "-1.0")):
+    for change, message in (({"precision": "fine"}, "precision=fine"), ({"max_error_increase": -1.0}, "-1.0")):
         with pytest.raises(ArgumentError, match=message):
             compression.compress(CompressConfig(**{**vars(config), **change}))
     (tmp_path / "summary.json").write_text("{}")
@@ -222,11 +234,11 @@ def test_info_reads_model_files(tmp_path):
     with torch.no_grad():
         network[0].weight[:, :3] = 0
     sparsevd.save(network, tmp_path / "a.spvd")
-    shown = info(tmp_path / "a.spvd")
+    shown = Run(tmp_path / "a.spvd").summary()
     assert [(layer.name, layer.weights, layer.kept) for layer in shown.layers] == [("0", 24, 12), ("2", 8, 8)]
     (tmp_path / "b.spvd").write_bytes((tmp_path / "a.spvd").read_bytes()[:-1])
     with pytest.raises(FormatError, match="b.spvd"):
-        info(tmp_path / "b.spvd")
+        Run(tmp_path / "b.spvd").summary()
 
 
 def test_posterior_is_public():

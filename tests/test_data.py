@@ -57,7 +57,7 @@ def test_mnist_from_a_folder(tmp_path, folder, compress):
     write_all(tmp_path / "data" / folder, files, compress)
     splits = datasets.load_dataset("mnist", pinned("mnist", files), tmp_path / "data")
     x, y = splits.train
-    assert x.shape == (30, 1, 28, 28)
+    assert x.shape == (30, 1, 28, 28) == (30, *datasets.DATASETS["mnist"].shape)
     assert x.dtype == torch.float32
     assert y.dtype == torch.int64
     raw = np.frombuffer(files["train-images-idx3-ubyte"], np.uint8, offset=16)
@@ -119,6 +119,7 @@ def test_cifar_binary_and_python_layouts_give_the_same(tmp_path, name):
     assert torch.equal(one.train[1], two.train[1])
     assert torch.equal(one.test[0], two.test[0])
     assert one.train[0].shape == (20 * (len(files) - 1), 3, 32, 32)
+    assert one.train[0].shape[1:] == dataset.shape
     first = np.frombuffer(files[min(files)], np.uint8)
     assert one.train[1][0] == first[labels - 1] or name == "cifar100"
     assert one.classes == (10 if name == "cifar10" else 100)

@@ -16,7 +16,7 @@ import sparsevd
 from sparsevd import cli
 from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning, WriteError
 from sparsevd.files import lock
-from sparsevd.runs.checkpoint_info import info, prune_file
+from sparsevd.runs.run import Run
 from sparsevd.runs.training_run import RunConfig, run
 
 CONFIG = sparsevd.FitConfig(epochs=3, batch_size=20)
@@ -65,8 +65,8 @@ def test_a_second_training_is_refused_and_changes_nothing(tmp_path, resume):
             before = content(tmp_path)
             refusals.append(in_a_thread(second))
             assert content(tmp_path) == before
-            assert info(tmp_path).weights == 12  # reading is not a training
-            prune_file(tmp_path, tmp_path / "pruned.safetensors", None)
+            assert Run(tmp_path).summary().weights == 12  # reading is not a training
+            Run(tmp_path).write_pruned(tmp_path / "pruned.safetensors")
         return nn.functional.cross_entropy(output, target)
 
     sparsevd.fit(network(), data(), None, CONFIG, loss=loss, run_dir=tmp_path, progress=False)

@@ -37,6 +37,7 @@ ORDER = [
     "zoo",
     "runs",
     "moved",
+    "cli_options",
     "cli",
 ]
 
@@ -78,6 +79,18 @@ def test_import_is_light():
     code = "import sys, sparsevd; print(*{m.split('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"typer", "rich", "safetensors", "matplotlib", "scipy", "sklearn", "hypothesis"} & set(loaded)
+
+
+def test_the_library_knows_no_options():
+    """Its errors name arguments; only the command line speaks of --options."""
+    spoken = {
+        (path.name, node.value)
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ("cli.py", "cli_options.py", "download.py")  # the last one calls pip
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"(?<!\w)--[a-z]", node.value)
+    }
+    assert not spoken
 
 
 def compiler() -> str | None:

@@ -1,6 +1,7 @@
 """From files back to networks, and the commands that need the network itself: info and export."""
 
 import json
+import os
 import sys
 
 import onnxruntime
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import sparsevd
 from sparsevd.cli import app
 from sparsevd.errors import ArgumentError, CheckpointError
-from sparsevd.runs.restore import restore
+from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.zoo import models
 
@@ -40,6 +41,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "restored_nets.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    sys.modules.pop("restored_nets", None)
     return run, model
 
 
@@ -47,7 +49,7 @@ def test_the_folder_of_a_run_is_enough(folder):
     run, model = folder
     x = torch.rand(3, 1, 28, 28)
     for path, threshold in ((run, None), (run / "pruned.safetensors", None), (run, 1.0)):
-        restored = restore(path, threshold=threshold)
+        restored = Run(path).network(threshold)
         expected = sparsevd.prune(model, threshold=threshold).eval()
         assert torch.equal(restored.network(x), expected(x))
         assert restored.example.shape == (1, 1, 28, 28)
@@ -86,17 +88,105 @@ def test_export_of_networks_of_the_paper_and_of_ones_own(folder):
     assert own.exit_code == 0, own.output
 
 
-def test_code_is_never_named_by_a_file(folder):
-    run, _ = folder
-    (run / "summary.json").write_text(json.dumps({"model": "restored_nets:network", "data": "mnist"}))
-    with pytest.raises(ArgumentError, match="give --model"):
-        restore(run)
+def own_run(folder, **said):
+    """A folder that names the user's own network."""
+    import restored_nets
+
+    own = folder.parent / "own"
+    own.mkdir()
+    save_file(dict(restored_nets.network().state_dict()), own / "checkpoint.safetensors")
+    example = [{"shape": [6], "dtype": "float32"}]
+    begun = {"asked": {"model": "restored_nets:network", "data": "restored_nets:data"}, "example": example, **said}
+    (own / "run.json").write_text(json.dumps(begun))
+    return own
+
+
+def test_a_factory_of_ones_own_is_remembered_and_named(folder):
+    own, said = own_run(folder[0]), []
+    restored = Run(own, say=said.append).network()
+    assert restored.example.shape == (1, 6)
+    assert restored.network(torch.randn(3, 6)).shape == (3, 2)
+    assert said == [f"model: restored_nets:network, as {own / 'run.json'} says"]
+    given = Run(own, model="restored_nets:network", say=said.append)
+    assert given.network().example.shape == (1, 6)
+    assert len(said) == 1  # whoever names the code need not be told
+
+
+def test_inputs_may_be_whole_numbers(folder):
+    own = own_run(folder[0], example=[{"shape": [6], "dtype": "int64"}])
+    assert Run(own).network().example.dtype is torch.int64
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        3,
+        [3],
+        [{}],
+        [{"shape": [6], "dtype": "object"}],
+        [{"shape": [6], "dtype": []}],
+        [{"shape": "6", "dtype": "float32"}],
+        [{"shape": [-1], "dtype": "float32"}],
+        [{"shape": [True], "dtype": "float32"}],
+        [{"shape": [1 << 20, 1 << 20], "dtype": "float32"}],
+    ],
+)
+def test_an_example_that_is_none_is_refused(folder, example):
+    own = own_run(folder[0], example=example)
+    with pytest.raises(CheckpointError, match="damaged: its example"):
+        Run(own).network()
+
+
+def refuse_import(*names):
+    raise AssertionError("this code must not be run")
+
+
+@pytest.mark.parametrize("name", ["restored_nets:network()", "restored_nets:", ":network", "a b:c", "..x:y", "a:b:c"])
+def test_what_is_no_plain_name_is_not_imported(folder, monkeypatch, name):
+    own = own_run(folder[0], asked={"model": name})
+    monkeypatch.setattr("importlib.import_module", refuse_import)
+    with pytest.raises(ArgumentError, match="Give model= yourself"):
+        Run(own).network()
+
+
+def test_code_is_not_named_by_a_file_of_somebody_else(folder, monkeypatch):
+    own = own_run(folder[0])
+    assert Run(own).network()
+    owner = os.getuid()
+    with monkeypatch.context() as other:
+        other.setattr("os.getuid", lambda: owner + 1)
+        other.setattr("importlib.import_module", refuse_import)
+        for asked in (lambda: Run(own).network(), lambda: Run(own, model="restored_nets:network").data()):
+            with pytest.raises(ArgumentError, match="= yourself"):
+                asked()
+        shown = CliRunner().invoke(app, ["info", str(own)])
+        assert "Give --model yourself" in shown.output
+    (own / "run.json").chmod(0o666)
+    with pytest.raises(ArgumentError, match="Give model= yourself"):
+        Run(own).network()
+    monkeypatch.delattr("os.getuid")  # a system without users
+    assert Run(own).network()
+
+
+def test_a_factory_that_cannot_be_imported_is_named(folder):
+    own = own_run(folder[0], asked={"model": "gone_nets:network"})
+    with pytest.raises(ArgumentError, match=r"gone_nets:network.*\(No module.*model=package.module:factory"):
+        Run(own).network()
+
+
+def test_the_number_of_classes_is_remembered(tmp_path):
+    save_file(dict(models.lenet_300_100(classes=7).state_dict()), tmp_path / "checkpoint.safetensors")
+    asked = {"model": "lenet-300-100", "data": "somewhere:data"}
+    example = [{"shape": [1, 28, 28], "dtype": "float32"}]
+    (tmp_path / "run.json").write_text(json.dumps({"asked": asked, "classes": 7, "example": example}))
+    restored = Run(tmp_path).network()  # the data is not asked for, nor imported
+    assert restored.network(restored.example).shape == (1, 7)
 
 
 def test_mistakes(folder):
     run, _ = folder
     with pytest.raises(ArgumentError, match="does not fit the network lenet-5-caffe"):
-        restore(run, model="lenet-5-caffe")
+        Run(run, model="lenet-5-caffe").network()
     runner = CliRunner()
     for arguments, message in [
         (["--to", "tflite"], "--to tflite: there are onnx and c"),
@@ -111,8 +201,8 @@ def test_a_model_file_needs_nothing_else(tmp_path):
     pruned = sparsevd.prune(sparsevd.sparsify(models.lenet_300_100()))
     x = torch.randn(3, 1, 28, 28)
     sparsevd.save(pruned, tmp_path / "net.spvd", example=x)
-    restored = restore(tmp_path / "net.spvd")
+    restored = Run(tmp_path / "net.spvd").network()
     assert restored.example.shape == (1, 1, 28, 28)
     torch.testing.assert_close(restored.network(x), pruned.eval()(x))
     with pytest.raises(CheckpointError, match="threshold"):
-        restore(tmp_path / "net.spvd", threshold=2.0)
+        Run(tmp_path / "net.spvd").network(2.0)

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. What the commands do is in `run` and `checkpoint_info`."""
+"""The command line: parse, call, print. What the commands do is in `runs`."""
 
 import errno
 import io
@@ -7,15 +7,19 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sparsevd.cli_options import changed, given, in_options, options_from
 from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
+from sparsevd.runs import comparison, compression, training_run
+from sparsevd.runs.comparison import CompareConfig
+from sparsevd.runs.compression import CompressConfig
+from sparsevd.runs.run import FILES, Run
 from sparsevd.runs.training_run import RunConfig
-from sparsevd.training.recipes import FitConfig
+from sparsevd.training import recipes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,116 +31,37 @@ app = typer.Typer(
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
-_RUN = RunConfig()
-_FIT = FitConfig()
-
 
 @app.command(
     epilog="Example: sparsevd train --model lenet-5-caffe --data mnist --out runs/lenet5 --epochs 30 --val-size 5000"
 )
+@options_from(RunConfig)
 def train(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="A network of the paper, or package.module:factory.")] = _RUN.model,
-    data: Annotated[
-        str, typer.Option(help="mnist, cifar10, cifar100, or package.module:factory returning (train, test).")
-    ] = _RUN.data,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = _RUN.out,
     recipe: Annotated[
         str, typer.Option(help="Named settings, which the options below override; --recipe list describes them.")
     ] = "default",
-    epochs: Annotated[int, typer.Option(help="Passes over the training set.")] = _FIT.epochs,
-    seed: Annotated[int, typer.Option(help="Seed of weights, noise and order.")] = _FIT.seed,
-    batch_size: Annotated[int, typer.Option(help="Examples per step.")] = _FIT.batch_size,
-    learning_rate: Annotated[float, typer.Option(help="Adam's rate, falling to zero.")] = _FIT.learning_rate,
-    decay: Annotated[str, typer.Option(help="How the rate falls: cosine or linear.")] = _FIT.decay,
-    log_sigma2_lr_ratio: Annotated[
-        float, typer.Option(help="Rate of log σ², relative to the learning rate.")
-    ] = _FIT.log_sigma2_lr_ratio,
-    late_log_sigma2_lr_ratio: Annotated[
-        float, typer.Option(help="The same at the end of the run, where log σ² catches up.")
-    ] = _FIT.late_log_sigma2_lr_ratio,
-    late_from: Annotated[float, typer.Option(help="Part of the run from which it does; 1: never.")] = _FIT.late_from,
-    drop_from: Annotated[
-        float, typer.Option(help="Part of the run from which pruned weights are zero for good; 1: never.")
-    ] = _FIT.drop_from,
-    drop_patience: Annotated[
-        int, typer.Option(help="Epochs in a row after which inputs and units without weights are dropped.")
-    ] = _FIT.drop_patience,
-    contract: Annotated[
-        bool, typer.Option(help="Leave inputs and units without any weight out of the computation.")
-    ] = _FIT.contract,
-    channels_last: Annotated[
-        bool, typer.Option(help="Keep images in this order in memory: faster convolutions on a CPU.")
-    ] = _FIT.channels_last,
-    variance_dtype: Annotated[
-        str | None, typer.Option(help="Type of the variance product: float32 or bfloat16; else as the CPU is fast.")
-    ] = _FIT.variance_dtype,
-    adam_beta2: Annotated[float, typer.Option(help="Decay of Adam's mean square.")] = _FIT.adam_beta2,
-    warm_up_start: Annotated[
-        float, typer.Option(help="Part of the run up to which the KL has no weight.")
-    ] = _FIT.warm_up_start,
-    warm_up_end: Annotated[
-        float, typer.Option(help="Part of the run from which the KL has its full weight.")
-    ] = _FIT.warm_up_end,
-    threshold: Annotated[float, typer.Option(help="Weights of log α above it are dropped.")] = _RUN.threshold,
-    val_size: Annotated[int, typer.Option(help="Training examples held out for validation.")] = _RUN.val_size,
-    pretrain_epochs: Annotated[int, typer.Option(help="Epochs of dense training first.")] = _RUN.pretrain_epochs,
-    pretrain_learning_rate: Annotated[
-        float, typer.Option(help="Adam's rate in the dense training.")
-    ] = _RUN.pretrain_learning_rate,
-    pretrain_weight_decay: Annotated[
-        float, typer.Option(help="Weight decay in the dense training.")
-    ] = _RUN.pretrain_weight_decay,
-    shift: Annotated[int, typer.Option(help="Train on images shifted by up to so many pixels.")] = _RUN.shift,
-    mirror: Annotated[bool, typer.Option("--mirror", help="Train on mirror images too.")] = _RUN.mirror,
-    init_from: Annotated[
-        Path | None, typer.Option(help="Checkpoint or safetensors file to take the first weights from.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, if there is one.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
+    **settings: Any,
 ) -> None:
     """Train a network with Sparse VD, prune it, and test it."""
-    from sparsevd.runs import training_run
-    from sparsevd.training import recipes
-
     if recipe == "list":
         print("\n".join(f"{name:<18}{each.about}" for name, each in recipes.RECIPES.items()))
         return
     chosen = recipes.recipe(recipe)
-    given = {
-        name: value
-        for name, value in context.params.items()
-        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
-    }
-    settings = replace(chosen.fit, **{name: value for name, value in given.items() if name in _FIT.__dict__})
-    config = RunConfig(
-        model=model,
-        data=data,
-        out=out,
-        fit=settings,
-        data_dir=data_dir,
-        val_size=val_size,
-        pretrain_epochs=given.get("pretrain_epochs", chosen.pretrain_epochs),
-        pretrain_learning_rate=pretrain_learning_rate,
-        pretrain_weight_decay=pretrain_weight_decay,
-        shift=shift,
-        mirror=mirror,
-        init_from=init_from,
-        threshold=threshold,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    config = changed(RunConfig(fit=chosen.fit, pretrain_epochs=chosen.pretrain_epochs), given(context))
     try:
         result = training_run.run(config)
     except KeyboardInterrupt:
-        print(f"\n{training_run.interrupted(config)}", file=sys.stderr)
+        print(f"\n{_interrupted(config)}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print()
-    print(result.summary)
-    print()
-    print(training_run.describe(result))
-    print(f"written to {out}: {', '.join(training_run.FILES)}")
+    print(f"\n{result.summary}\n\n{training_run.describe(result)}")
+    print(f"written to {config.out}: {', '.join(FILES)}")
+
+
+def _interrupted(config: RunConfig) -> str:
+    if Run(config.out).has_begun():
+        return f"interrupted; the state is saved in {config.out}. The same command with --resume goes on"
+    return "interrupted before the first step; nothing was saved"
 
 
 _MODEL = typer.Option(help="The network, if the folder does not say: one of the paper, or package.module:factory.")
@@ -161,17 +86,16 @@ def info(
 ) -> None:
     """Show, layer by layer, how many weights are kept; then units, multiply-adds and bytes after compaction."""
     from sparsevd.graph.compaction import compact
-    from sparsevd.runs import checkpoint_info, restore
 
-    shape = _sizes(input_shape)
-    print(checkpoint_info.info(checkpoint, threshold), flush=True)
+    run = Run(checkpoint, model=model, input_shape=_sizes(input_shape))
+    print(run.summary(threshold), flush=True)
     try:
-        restored = restore.restore(checkpoint, model=model, input_shape=shape, threshold=threshold)
+        restored = run.network(threshold)
         report = compact(restored.graph or restored.network, restored.example).compaction
     except SparseVDError as error:
         if model or input_shape:
             raise
-        print(f"units and multiply-adds are not shown: {error}")
+        print(f"units and multiply-adds are not shown: {in_options(str(error), app)}")
     else:
         print(f"\n{report}")
 
@@ -183,9 +107,7 @@ def prune(
     threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
 ) -> None:
     """Write the pruned network: safetensors with exact zeros and the keys of the plain torch model."""
-    from sparsevd.runs import checkpoint_info
-
-    print(checkpoint_info.prune_file(checkpoint, output, threshold))
+    print(Run(checkpoint).write_pruned(output, threshold))
     print(f"written to {output}")
 
 
@@ -204,12 +126,11 @@ def export(
 ) -> None:
     """Write the pruned network in another format, checked against the network itself."""
     from sparsevd.graph.compaction import compact
-    from sparsevd.runs import restore
     from sparsevd.runtime.onnx import export_onnx
 
     if to not in ("onnx", "c"):
         raise ArgumentError(f"--to {to}: there are onnx and c")
-    restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
+    restored = Run(checkpoint, model=model, input_shape=_sizes(input_shape)).network(threshold)
     network = restored.network
     if smaller:
         network = compact(restored.graph or network, restored.example)
@@ -225,37 +146,14 @@ def export(
 
 
 @app.command(epilog="Example: sparsevd compress runs/demo -o lenet.spvd --max-error-increase 0.05")
+@options_from(CompressConfig)
 def compress(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model file (.spvd).")],
-    precision: Annotated[str, typer.Option(help="posterior, lossless, or a number of bits.")] = "posterior",
-    max_error_increase: Annotated[
-        float, typer.Option(help="What rounding may cost, in points of %, on examples of the training set.")
-    ] = 0.1,
-    model: Annotated[
-        str | None, typer.Option(help="The network, as for train; by default the run's, unless that is code.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="The data, as for train; by default the run's, unless that is code.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
-    val_size: Annotated[int, typer.Option(help="Training examples to choose the rounding on.")] = 10_000,
+    **settings: Any,
 ) -> None:
     """Write the smallest model file that is good enough, and test that file."""
-    from sparsevd.runs.compression import CompressConfig
-    from sparsevd.runs.compression import compress as compressed
-
-    config = CompressConfig(
-        checkpoint=checkpoint,
-        output=output,
-        precision=precision,
-        max_error_increase=max_error_increase,
-        model=model,
-        data=data,
-        data_dir=data_dir,
-        val_size=val_size,
-    )
-    print(compressed(config))
+    print(compression.compress(CompressConfig(checkpoint, output, **settings)))
     print(f"written to {output}")
 
 
@@ -270,9 +168,9 @@ def bench(
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
     """Time the pruned network on this machine: dense torch, ONNX Runtime, and our ways; and compare their outputs."""
-    from sparsevd.runs import benchmark, restore
+    from sparsevd.runs import benchmark
 
-    restored = restore.restore(checkpoint, model=model, input_shape=_sizes(input_shape), threshold=threshold)
+    restored = Run(checkpoint, model=model, input_shape=_sizes(input_shape)).network(threshold)
     batches, counts = batch or (1, 16, 64), threads or (1, 2)
     print(benchmark.bench(restored.network, restored.example, batches=batches, threads=counts, compiler=compiler))
 
@@ -280,57 +178,27 @@ def bench(
 @app.command(
     epilog="Example: sparsevd compare --net lenet-300-100 --methods pruning,surgery,sparse-vd --out runs/compare"
 )
+@options_from(CompareConfig)
 def compare(
-    net: Annotated[str, typer.Option(help="A network of the paper, or package.module:factory.")] = _RUN.model,
-    data: Annotated[
-        str, typer.Option(help="mnist, cifar10, cifar100, or package.module:factory returning (train, test).")
-    ] = _RUN.data,
     methods: Annotated[str, typer.Option(help="all, or names with commas between; --cards lists them.")] = "all",
-    out: Annotated[Path, typer.Option(help="Folder for the records; what is there is not trained again.")] = Path(
-        "runs/compare"
-    ),
-    epochs: Annotated[int, typer.Option(help="Passes over the training set, for every method.")] = _FIT.epochs,
-    batch_size: Annotated[int, typer.Option(help="Examples per step.")] = _FIT.batch_size,
-    seed: Annotated[int, typer.Option(help="Seed of weights, noise and order.")] = _FIT.seed,
-    val_size: Annotated[
-        int, typer.Option(help="Measure on so many held-out training examples instead of the test set.")
-    ] = _RUN.val_size,
-    shift: Annotated[int, typer.Option(help="Train on images shifted by up to so many pixels.")] = _RUN.shift,
-    mirror: Annotated[bool, typer.Option("--mirror", help="Train on mirror images too.")] = _RUN.mirror,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
     cards: Annotated[bool, typer.Option("--cards", help="Describe the methods, and train nothing.")] = False,
+    **settings: Any,
 ) -> None:
     """Train Sparse VD and its rivals on the same data and budget, and print one table."""
-    from sparsevd import baselines
-    from sparsevd.runs import comparison as comparison
-
     names = comparison.methods_named(methods)
     if cards:
-        described: dict[str, list[str]] = {}  # two methods may share a card
-        for name in names:
-            described.setdefault(baselines.card(baselines.METHODS[name]), []).append(name)
-        titles = {", ".join(alike): card for card, alike in described.items()}
-        print("\n\n".join(f"{title}\n{'─' * len(title)}\n{card}" for title, card in titles.items()))
+        print(comparison.cards(names))
         return
-    config = comparison.CompareConfig(
-        net=net,
-        data=data,
-        methods=names,
-        out=out,
-        epochs=epochs,
-        batch_size=batch_size,
-        seed=seed,
-        val_size=val_size,
-        shift=shift,
-        mirror=mirror,
-        data_dir=data_dir,
-    )
+    config = CompareConfig(methods=names, **settings)
     try:
         records = comparison.compare(config)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; finished methods are in {out}. The same command goes on with the next", file=sys.stderr)
+        print(
+            f"\ninterrupted; finished methods are in {config.out}. The same command goes on with the next",
+            file=sys.stderr,
+        )
         raise typer.Exit(130) from None
-    print(f"\n{comparison.table(records)}\nwritten to {out / comparison.RECORDS}")
+    print(f"\n{comparison.table(records)}\nwritten to {config.out / comparison.RECORDS}")
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
@@ -353,7 +221,7 @@ def main() -> None:
         try:
             app()
         except SparseVDError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {in_options(str(error), app)}", file=sys.stderr)
             sys.exit(2)
         finally:
             sys.stdout.flush()

@@ -23,10 +23,7 @@ from torch import Tensor, nn
 import sparsevd
 from fuzz.trial import Trial
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, FormatError
-from sparsevd.runs import training_run as runs
-from sparsevd.runs.checkpoint_info import info, prune_file
-from sparsevd.runs.compression import CompressConfig, load_model, origin
-from sparsevd.runs.restore import restore
+from sparsevd.runs.run import RUN, SUMMARY, Run
 from sparsevd.training.checkpoint import Checkpoint, load_weights
 from sparsevd.training.folder import CHECKPOINT, TrainingFolder
 from sparsevd.training.loop import fit, fit_dense
@@ -173,6 +170,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 4, 5, 31, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, -0.0),
     *(float("nan"), float("inf"), -float("inf"), 1e308, 5e-324, "", "a", "0", "weight", "b", "\ud800", "é" * 50),
     *([], [None], [[]], [0, 1], {}, {"": {}}, {"a": None}, [1, 2, 3], ["a", "a"], [{}], "x" * 100_000),
+    *("a:b", "os:name"),
 )
 SIZES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 DTYPES = (*SIZES, "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F4", "nonsense")
@@ -339,20 +337,20 @@ class Readers:
             self.restore_run(file, described)
         elif kind < 0.6:
             with self.trial.one(f"info {described}", CheckpointError):
-                str(info(self.path, draw.choice((None, 1.0))))
+                str(Run(self.path).summary(draw.choice((None, 1.0))))
         elif kind < 0.65:
             with self.trial.one(f"prune {described}", CheckpointError):
-                prune_file(self.path, self.folder / "pruned.safetensors")
+                Run(self.path).write_pruned(self.folder / "pruned.safetensors")
         elif kind < 0.75:
             network = f"{__name__}:{file.network}"
             with self.trial.one(f"restore {described}", CheckpointError, ArgumentError):
-                restore(self.path, model=network, input_shape=SHAPES[file.network])
+                Run(self.path, model=network, input_shape=SHAPES[file.network]).network()
         elif kind < 0.82:
             with self.trial.one(f"load_weights {described}", CheckpointError):
                 load_weights(FACTORIES[file.network](), self.path)
         elif kind < 0.9:
             with self.trial.one(f"compress {described}", CheckpointError):
-                load_model(self.path, FACTORIES[file.network]())
+                Run(self.path, model=f"{__name__}:{file.network}").model(classes=3)
         else:
             self.resume(file, described)
 
@@ -376,28 +374,39 @@ class Readers:
             self.trial.count("resumed")
 
 
-SUMMARY = {"model": "lenet-5", "data": "mnist", "config": {"seed": 3, "epochs": 4}, "ratio": 3.5, "asked": {"shift": 0}}
+FINISHED = {
+    "model": "lenet-5",
+    "data": "mnist",
+    "config": {"seed": 3, "epochs": 4},
+    "ratio": 3.5,
+    "asked": {"shift": 0},
+}
 
 
 def try_json(folder: Path, trial: Trial, draw: random.Random, described: str) -> None:
     """A changed run.json or summary.json."""
-    begun = {"asked": {"model": "lenet-5", "data": "mnist", "val_size": 0, "shift": 0, "mirror": False}}
-    begun["asked"] |= {"init_from": None, "pretrain_epochs": 0}
-    begun |= {"command": "sparsevd train", "begun": "2026", "versions": {"torch": "2"}, "machine": {"threads": 1}}
-    name = draw.choice((runs.RUN, runs.SUMMARY))
-    text = json.dumps(changed_json(begun if name == runs.RUN else SUMMARY, draw)).encode()
+    asked = {"model": "lenet-5", "data": "mnist", "val_size": 0, "shift": 0, "mirror": False}
+    asked |= {"init_from": None, "pretrain_epochs": 0}
+    about = {"command": "sparsevd train", "begun": "2026", "versions": {"torch": "2"}, "machine": {"threads": 1}}
+    facts = {"classes": 3, "example": [{"shape": [6], "dtype": "float32"}]}
+    name = draw.choice((RUN, SUMMARY))
+    whole = {"asked": asked, **about, **facts} | (FINISHED if name == SUMMARY else {})
+    text = json.dumps(changed_json(whole, draw)).encode()
     if draw.random() < 0.2:
         text = draw.choice((*(deep.encode() for deep in DEEP), text[: draw.randrange(len(text))], b"\xff", b"[]", b"1"))
     (folder / name).write_bytes(text)
-    if name == runs.RUN:
+    if name == RUN:
         with trial.one(f"run.json {described}", FormatError, ArgumentError):
-            runs._begin(runs.RunConfig(model="lenet-5", out=folder, resume=True))
-    else:
-        with trial.one(f"summary.json {described}", FormatError, ArgumentError):
-            origin(CompressConfig(folder / CHECKPOINT, folder / "x.spvd"), folder / CHECKPOINT)
-        with trial.one(f"summary.json {described}", FormatError, ArgumentError):
-            restore(folder / "plain.safetensors")
+            Run(folder).begin(asked, facts, resume=True)
+    plain = folder / "plain.safetensors"
+    for read in (Run(plain).network, Run(plain, data=f"{__name__}:pairs").data, Run(plain).seed):
+        with trial.one(f"{name} {described}", FormatError, ArgumentError):
+            read()
     (folder / name).unlink()
+
+
+def pairs() -> tuple[tuple[Tensor, Tensor], None]:
+    return data_for("shared"), None
 
 
 def run(inputs: int, seed: int) -> Trial:
@@ -408,7 +417,7 @@ def run(inputs: int, seed: int) -> Trial:
         files = originals(folder)
         readers = Readers(folder, trial)
         readers.path.write_bytes(put_together(files[0].about, files[0].tensors))
-        prune_file(readers.path, folder / "plain.safetensors")
+        Run(readers.path).write_pruned(folder / "plain.safetensors")
         number = 0
         while trial.inputs < inputs:
             draw = random.Random(f"{seed} {number}")

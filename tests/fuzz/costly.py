@@ -37,8 +37,7 @@ from sparsevd.modelfile.description import described
 from sparsevd.modelfile.fields import varint
 from sparsevd.modelfile.native import coder
 from sparsevd.modelfile.prime import PRIME
-from sparsevd.runs import checkpoint_info
-from sparsevd.runs.restore import restore
+from sparsevd.runs.run import Run
 
 MOST_MEMORY = 3 << 29  # bytes that reading and running any of them may take: a run of 1 GiB, and half of that
 RELU_7 = b"relu\n\x01\x00\x00"  # a whole node: it reads the one before it
@@ -212,14 +211,14 @@ def attempt(data: bytes, folder: Path) -> list[str]:
         except SparseVDError as error:
             answers.append(str(error))
 
-    run(lambda: checkpoint_info.info(path))
+    run(lambda: Run(path).summary())
     run(lambda: load(path))
     run(lambda: _report(path))
     return answers
 
 
 def _report(path: Path) -> str:
-    restored = restore(path)
+    restored = Run(path).network()
     return str(compact(restored.graph or restored.network, restored.example).compaction)
 
 

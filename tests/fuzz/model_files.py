@@ -50,8 +50,7 @@ from sparsevd.modelfile.container import FRAME, Entry, Form, Packed
 from sparsevd.modelfile.description import described
 from sparsevd.modelfile.quantisation import entries_of
 from sparsevd.modelfile.symbols import PythonCoder
-from sparsevd.runs import checkpoint_info
-from sparsevd.runs.restore import restore
+from sparsevd.runs.run import Run
 
 # One input in so many goes so deep: decoded and its graph checked; computed, compacted and planned; rebuilt as a module
 # and exported to C; from a file through `load`, `info` and `restore`, accelerated and captured again.
@@ -422,9 +421,9 @@ class Taker:
         path.write_bytes(data)
         module = sparsevd.load(path)
         with suppress(SparseVDError):
-            str(checkpoint_info.info(path))
+            str(Run(path).summary())
         with suppress(SparseVDError):
-            restored = restore(path)
+            restored = Run(path).network()
             str(compact(restored.graph or restored.network, restored.example).compaction)
         with suppress(SparseVDError):
             sparsevd.accelerate(module, examples)

@@ -15,6 +15,7 @@ from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.layers import SPARSE_TYPES
 from sparsevd.training.data import Data, batches, checked, number_of_examples
 from sparsevd.training.evaluation import Loss
+from sparsevd.training.generator import seed_epoch
 from sparsevd.training.progress import Moment, display
 from sparsevd.training.recipes import DECAYS
 
@@ -108,7 +109,7 @@ class Training:
         model.train()
         with display(self.progress) as shown:
             for epoch in range(epochs):
-                torch.manual_seed(self.seed * 1_000_003 + self.spent)
+                seed_epoch(self.seed, self.spent)
                 seen, total = 0, 0.0
                 for x, y in batches(self.data, self.batch_size, shuffle=True):
                     done = min(1.0, (epoch + seen / self.n) / epochs)

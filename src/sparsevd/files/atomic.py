@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from sparsevd.errors import WriteError
+from sparsevd.errors import ArgumentError, WriteError
 from sparsevd.files import lock
 
 # Longer names give their hash to the temporary file, which has to be shorter than any file system's limit.
@@ -69,6 +69,16 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         _sync_folder(folder.parent)
+
+
+def make_writable_folder(path: Path) -> None:
+    """The same for a folder that results go to, or a sentence: before the work, not after it."""
+    try:
+        make_folder(path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written to ({error.strerror})") from error
 
 
 def remove_leftovers(path: Path) -> None:

@@ -1,6 +1,8 @@
 """A JSON object that comes from a file: read whole, or refused in a sentence."""
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,25 @@ def parse(text: str | bytes, source: str, error: type[FormatError] = FormatError
 
 def read(path: Path, error: type[FormatError] = FormatError) -> dict[str, Any]:
     """The object that a file holds."""
+    return read_owned(path, error)[0]
+
+
+def read_owned(path: Path, error: type[FormatError] = FormatError) -> tuple[dict[str, Any], bool]:
+    """The object, and whether nobody but the present user can have written it: asked of the file that is open."""
     try:
         with path.open("rb") as file:
+            owned = _owned(os.fstat(file.fileno()))
             content = file.read(LARGEST + 1)
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror or problem})") from problem
     if len(content) > LARGEST:
         raise error(f"{path} has more than {LARGEST:,} bytes, which sparsevd never writes")
-    return parse(content, str(path), error)
+    return parse(content, str(path), error), owned
+
+
+def _owned(status: os.stat_result) -> bool:
+    user = getattr(os, "getuid", None)  # Windows has none
+    return user is None or (status.st_uid == user() and not status.st_mode & stat.S_IWOTH)
 
 
 def is_whole(value: object, low: int, high: int) -> bool:

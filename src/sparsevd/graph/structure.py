@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsevd.errors import GraphError
 from sparsevd.graph.operations import DTYPES, KINDS, OPS, Attribute
 from sparsevd.graph.shapes import check_size, result_shape
+from sparsevd.reporting.table import table
 
 FORMAT = 1
 MOST_NODES = 10_000  # the largest networks in use have 3,000; to rebuild one takes a fraction of a millisecond a node
@@ -199,7 +200,7 @@ class Graph:
 
     def __str__(self) -> str:
         """A table: name, operation, shape, inputs with the shapes of constants, attributes."""
-        rows = [("name", "operation", "shape", "reads", "attributes")]
+        rows = []
         for node in self.nodes:
             reads = [
                 f"{name} {describe_shape(tuple(self.constants[name].shape))}" if name in self.constants else name
@@ -207,13 +208,8 @@ class Graph:
             ]
             attributes = " ".join(f"{key}={_plain(value)}" for key, value in node.attributes.items())
             rows.append((node.name, node.op, describe_shape(node.shape), ", ".join(reads), attributes))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
-            for row in rows
-        ]
-        lines.insert(1, "─" * max(map(len, lines)))
-        return "\n".join([*lines, f"returns {', '.join(self.outputs)}"])
+        header = ("name", "operation", "shape", "reads", "attributes")
+        return f"{table(header, rows)}\nreturns {', '.join(self.outputs)}"
 
 
 def evaluate(node: Node, arguments: list[Tensor], batch: int) -> Tensor:

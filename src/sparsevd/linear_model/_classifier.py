@@ -12,6 +12,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
+from sparsevd.posterior import THRESHOLD
 from sparsevd.linear_model._checks import (
     check_positive,
     check_threshold,
@@ -196,7 +197,7 @@ class SparseVDClassifier(ClassifierMixin, BaseEstimator):
     def __init__(
         self,
         *,
-        threshold: float = 3.0,
+        threshold: float = THRESHOLD,
         multiplicity: bool = True,
         fit_intercept: bool = True,
         tol: float = 1e-3,

@@ -10,6 +10,7 @@ from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
+from sparsevd.posterior import THRESHOLD
 from sparsevd.linear_model._checks import check_positive, check_threshold, dense_columns, new_data, training_data
 from sparsevd.linear_model._design import Design
 from sparsevd.linear_model._equations import LARGEST_LOG_ALPHA, Array
@@ -61,7 +62,7 @@ class SparseVDRegressor(RegressorMixin, BaseEstimator):
     def __init__(
         self,
         *,
-        threshold: float = 3.0,
+        threshold: float = THRESHOLD,
         multiplicity: bool = True,
         fit_intercept: bool = True,
         tol: float = 1e-8,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ConversionError
 from sparsevd.layers import SPARSE_TYPES
 from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, equations, posteriors
+from sparsevd.reporting.table import table
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,11 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """All layers and their totals. Only weights of Linear and Conv layers count in the ratio, as in the paper."""
+    """All layers and their totals.
+
+    As in the paper, only the weights of these layers count in `ratio`. `whole_ratio` is that of all parameters: what
+    stays dense shows in it.
+    """
 
     layers: tuple[LayerSummary, ...]
     other_parameters: int
@@ -56,6 +61,17 @@ class ModelSummary:
         """|W| / |W≠0|: how many times fewer weights."""
         return self.weights / self.kept if self.kept else math.inf
 
+    @property
+    def parameters(self) -> int:
+        """All that the network holds, without the noise."""
+        return self.weights + self.other_parameters
+
+    @property
+    def whole_ratio(self) -> float:
+        """How many times fewer parameters, with those of no layer in the list all kept."""
+        left = self.kept + self.other_parameters
+        return self.parameters / left if left else math.inf
+
     def per_layer(self) -> list[dict[str, Any]]:
         """Weights and kept weights of each layer, as a record of an experiment has them."""
         return [{"name": layer.name, "weights": layer.weights, "kept": layer.kept} for layer in self.layers]
@@ -69,6 +85,8 @@ class ModelSummary:
             "sparsity": self.sparsity,
             "ratio": self.ratio if self.kept else None,
             "other_parameters": self.other_parameters,
+            "parameters": self.parameters,
+            "whole_ratio": self.whole_ratio if math.isfinite(self.whole_ratio) else None,
             "kl": self.kl,
             "layers": layers,
         }
@@ -88,19 +106,19 @@ class ModelSummary:
             for layer in self.layers
         ]
         total = ("total", "", "", f"{self.weights:,}", f"{self.kept:,}", f"{self.sparsity:.2f} %", "")
-        widths = [max(len(row[column]) for row in [header, *rows, total]) for column in range(len(header))]
+        return f"{table(header, rows, right=(3, 4, 5), total=total)}\n{self.headline()}"
 
-        def line(row: tuple[str, ...]) -> str:
-            cells = [
-                cell.rjust(width) if 3 <= column <= 5 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            return "  ".join(cells).rstrip()
+    def headline(self) -> str:
+        """How many times fewer: of these layers, as the paper counts, and of all that the network holds."""
+        return (
+            f"{times(self.ratio)} fewer weights in these layers; {times(self.whole_ratio)} counting every parameter "
+            f"of the network ({self.other_parameters:,} others: biases, norms, what stays dense)"
+        )
 
-        rule = "─" * len(line(header))
-        times = f"{self.ratio:.1f}×" if self.kept else "infinitely"
-        tail = f"{times} fewer weights; {self.other_parameters:,} other parameters (biases, norms, what stays dense)"
-        return "\n".join([line(header), rule, *map(line, rows), rule, line(total), tail])
+
+def times(ratio: float) -> str:
+    """How many times, in words: of nothing, everything is infinitely many."""
+    return f"{ratio:.1f}×" if math.isfinite(ratio) else "infinitely"
 
 
 def summary(model: nn.Module) -> ModelSummary:

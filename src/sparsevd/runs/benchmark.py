@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, SparseVDError
 from sparsevd.graph import capture
+from sparsevd.reporting.table import table
 from sparsevd.runtime.acceleration import accelerate
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
@@ -58,17 +59,8 @@ class Report:
             )
             for m in self.measurements
         ]
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-        def line(row: tuple[str, ...]) -> str:
-            cells = [
-                cell.ljust(width) if column == 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            return "  ".join(cells).rstrip()
-
         missing = [f"without {way}: {reason}" for way, reason in self.missing.items()]
-        return "\n".join([line(header), "─" * len(line(header)), *map(line, rows), *missing])
+        return "\n".join([table(header, rows, right=(0, 1, 3, 4, 5, 6)), *missing])
 
 
 @torch.no_grad()

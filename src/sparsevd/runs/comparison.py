@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -18,7 +18,11 @@ from sparsevd.baselines import METHODS, Method
 from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.files import atomic, lock
 from sparsevd.reporting.summary import summary
-from sparsevd.runs.training_run import RunConfig, build_model, load_data, make_folder, try_one_batch
+from sparsevd.reporting.table import table as text_table
+from sparsevd.runs import sources
+from sparsevd.runs.sources import Sources
+from sparsevd.runs.training_run import RunConfig
+from sparsevd.training.data import Data
 from sparsevd.training.evaluation import evaluate
 from sparsevd.training.recipes import FitConfig
 
@@ -29,17 +33,20 @@ RECORDS = "compare.json"
 class CompareConfig:
     """What to compare on what."""
 
-    net: str = "lenet-300-100"
-    data: str = "mnist"
+    net: Annotated[str, "A network of the paper, or package.module:factory."] = RunConfig.model
+    data: Annotated[str, "mnist, cifar10, cifar100, or package.module:factory returning (train, test)."] = (
+        RunConfig.data
+    )
     methods: tuple[str, ...] = tuple(METHODS)
-    out: Path = Path("runs/compare")
-    epochs: int = 40
-    batch_size: int = 100
-    seed: int = 0
-    val_size: int = 0  # above 0, errors are those on so many held-out training examples: for choosing settings
-    shift: int = 0  # as in RunConfig
-    mirror: bool = False
-    data_dir: Path | None = None
+    out: Annotated[Path, "Folder for the records; what is there is not trained again."] = Path("runs/compare")
+    epochs: Annotated[int, "Passes over the training set, for every method."] = FitConfig.epochs
+    batch_size: Annotated[int, "Examples per step."] = FitConfig.batch_size
+    seed: Annotated[int, "Seed of weights, noise and order."] = FitConfig.seed
+    # For choosing settings: errors are then those on the held-out examples.
+    val_size: Annotated[int, "Measure on so many held-out training examples instead of the test set."] = 0
+    shift: Annotated[int, "Train on images shifted by up to so many pixels."] = RunConfig.shift
+    mirror: Annotated[bool, "Train on mirror images too."] = RunConfig.mirror
+    data_dir: Annotated[Path | None, "Folder with the data set. [env: SPARSEVD_DATA]"] = None
 
 
 def methods_named(text: str) -> tuple[str, ...]:
@@ -55,6 +62,15 @@ def _check_names(names: tuple[str, ...]) -> None:
             raise ArgumentError(f"no method {name!r}; there are {', '.join(METHODS)}, or all")
 
 
+def cards(names: tuple[str, ...]) -> str:
+    """What the methods are; two may share a card."""
+    described: dict[str, list[str]] = {}
+    for name in names:
+        described.setdefault(baselines.card(METHODS[name]), []).append(name)
+    titles = {", ".join(alike): card for card, alike in described.items()}
+    return "\n\n".join(f"{title}\n{'─' * len(title)}\n{card}" for title, card in titles.items())
+
+
 def compare(
     config: CompareConfig, say: Callable[[str], None] = print, settings: dict[str, Method] | None = None
 ) -> list[dict[str, Any]]:
@@ -64,67 +80,74 @@ def compare(
     """
     _check_names(config.methods)
     records = read(config.out)
-    run = RunConfig(
-        model=config.net,
-        data=config.data,
-        data_dir=config.data_dir,
+    data = sources.load_data(
+        config.data,
+        config.data_dir,
         val_size=config.val_size,
+        seed=config.seed,
         shift=config.shift,
         mirror=config.mirror,
-        fit=FitConfig(seed=config.seed),
     )
-    train, val, test, classes = load_data(run)
-    measured_on = val if config.val_size else test
+    measured_on = data.val if config.val_size else data.test
     if measured_on is None:
-        raise ArgumentError(f"{config.data} has no test data; give a number of held-out examples (--val-size)")
+        raise ArgumentError(f"{config.data} has no test data; give a number of held-out examples (val_size=)")
     with torch.random.fork_rng([]):
-        try_one_batch(build_model(config.net, classes), train, run)
-    make_folder(config.out)
+        model = sources.build_model(config.net, data.classes)
+        sources.try_one_batch(model, data.train, f"{config.net} does not fit the data {config.data}")
+    atomic.make_writable_folder(config.out)
     chosen: list[dict[str, Any]] = []
     for name in config.methods:
         method = (settings or {}).get(name) or METHODS[name]()
-        asked = {
-            "net": config.net,
-            "data": config.data,
-            "method": name,
-            "seed": config.seed,
-            "epochs": config.epochs,
-            "batch_size": config.batch_size,
-            "held_out": config.val_size,
-            "shift": config.shift,
-            "mirror": config.mirror,
-            "settings": json.loads(json.dumps(method.settings())),  # as a file gives it back
-        }
+        asked = _asked(config, name, method)
         known = next((r for r in records if all(r.get(key) == value for key, value in asked.items())), None)
         if known is None:
             say(f"{method.title}: {config.epochs} epochs")
-            with torch.random.fork_rng([]):
-                torch.manual_seed(config.seed)
-                model = build_model(config.net, classes)
-            start = time.monotonic()
-            outcome = baselines.train(
-                method, model, train, epochs=config.epochs, batch_size=config.batch_size, seed=config.seed
-            )
-            seconds = time.monotonic() - start
-            left = summary(outcome.network)
-            before = outcome.before_threshold
-            known = {
-                **asked,
-                "error": evaluate(outcome.network, measured_on).error,
-                "error_before_threshold": evaluate(before, measured_on).error if before is not None else None,
-                "ratio": left.ratio if left.kept else None,
-                "per_layer": left.per_layer(),
-                "elbo": outcome.elbo,
-                "seconds": round(seconds, 1),
-                "threads": torch.get_num_threads(),
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            }
+            known = asked | _outcome(config, method, data, measured_on)
             with lock.one_at_a_time(config.out):
                 records = [*read(config.out), known]  # another comparison may have added to them since
                 lines = ",\n".join(json.dumps(record) for record in records)
                 atomic.write(config.out / RECORDS, f"[\n{lines}\n]\n")
         chosen.append(known)
     return chosen
+
+
+def _asked(config: CompareConfig, name: str, method: Method) -> dict[str, Any]:
+    """What a record is of; one with the same is not made again."""
+    return {
+        "net": config.net,
+        "data": config.data,
+        "method": name,
+        "seed": config.seed,
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "held_out": config.val_size,
+        "shift": config.shift,
+        "mirror": config.mirror,
+        "settings": json.loads(json.dumps(method.settings())),  # as a file gives it back
+    }
+
+
+def _outcome(config: CompareConfig, method: Method, data: Sources, measured_on: Data) -> dict[str, Any]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        model = sources.build_model(config.net, data.classes)
+    start = time.monotonic()
+    outcome = baselines.train(
+        method, model, data.train, epochs=config.epochs, batch_size=config.batch_size, seed=config.seed
+    )
+    seconds = time.monotonic() - start
+    left = summary(outcome.network)
+    before = outcome.before_threshold
+    return {
+        "error": evaluate(outcome.network, measured_on).error,
+        "error_before_threshold": evaluate(before, measured_on).error if before is not None else None,
+        "ratio": left.ratio if left.kept else None,
+        "per_layer": left.per_layer(),
+        "elbo": outcome.elbo,
+        "seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -154,12 +177,4 @@ def table(records: list[dict[str, Any]]) -> str:
         )
         for record in records
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in (1, 3, 4) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:]])
+    return text_table(header, rows, right=(1, 3, 4))

@@ -1,33 +1,32 @@
 """From a checkpoint to the smallest file that is still good enough, and what it came to.
 
 The coarseness is chosen on examples of the training set (those that `train` holds out, with the same seed and
-`--val-size`); the test set only judges the file that was written.
+`val_size`); the test set only judges the file that was written.
 """
 
 import copy
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 from torch import Tensor, nn
 
 from sparsevd import modelfile
-from sparsevd.conversion import prune, sparsify
-from sparsevd.errors import ArgumentError, CheckpointError, GraphError
-from sparsevd.files import atomic, json_object
-from sparsevd.files.tensors import read_tensors, write_tensors
+from sparsevd.conversion import prune
+from sparsevd.errors import ArgumentError, GraphError
+from sparsevd.files import atomic
+from sparsevd.files.tensors import write_tensors
 from sparsevd.graph import Graph, capture
-from sparsevd.layers import SPARSE_TYPES
 from sparsevd.modelfile.container import FRAME, Packed
 from sparsevd.posterior import is_noisy
-from sparsevd.runs.training_run import SUMMARY, RunConfig, build_model, load_data, split
-from sparsevd.training.checkpoint import KEY, Checkpoint, check_fit, load_weights
+from sparsevd.reporting.table import table
+from sparsevd.runs.run import Run
+from sparsevd.runs.sources import split
 from sparsevd.training.data import Data, batches, size
 from sparsevd.training.evaluation import Evaluation, evaluate
-from sparsevd.training.folder import CHECKPOINT
 
 # In units of σ; the search goes up to the first that costs too much.
 STEPS = (0.12, 0.25, 0.35, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.4, 2.8, 3.4, 4.0, 4.8, 5.7, 6.8, 8.0)
@@ -39,12 +38,14 @@ class CompressConfig:
 
     checkpoint: Path
     output: Path
-    precision: str = "posterior"
-    max_error_increase: float = 0.1  # in points of %, on examples held out of the training set
-    model: str | None = None
-    data: str | None = None
-    data_dir: Path | None = None
-    val_size: int = 10_000
+    precision: Annotated[str, "posterior, lossless, or a number of bits."] = "posterior"
+    max_error_increase: Annotated[float, "What rounding may cost, in points of %, on examples of the training set."] = (
+        0.1
+    )
+    model: Annotated[str | None, "The network, as for train; by default the run's."] = None
+    data: Annotated[str | None, "The data, as for train; by default the run's."] = None
+    data_dir: Annotated[Path | None, "Folder with the data set. [env: SPARSEVD_DATA]"] = None
+    val_size: Annotated[int, "Training examples to choose the rounding on."] = 10_000
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,7 @@ class Compression:
         ]
         rows.append(("header, graph" if self.graph else "header", "", "", "", "", "", f"{self.frame:,.0f}"))
         total = ("total", "", "", "", "", "", f"{self.size:,}")
-        widths = [max(len(row[i]) for row in [header, *rows, total]) for i in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in [header, *rows, total]
-        ]
-        rule = "─" * len(lines[0])
-        lines = [lines[0], rule, *lines[1:-1], rule, lines[-1], ""]
+        lines = [table(header, rows, right=range(1, 7), total=total), ""]
         if self.steps is not None:
             lines.append(f"weights rounded to multiples of {self.steps:g} σ")
         lines.append(f"dense float32: {self.dense_size:,} bytes, {self.dense_size / self.size:.0f}× larger")
@@ -113,15 +105,15 @@ class Compression:
         return "\n".join(lines)
 
 
-def compress(config: CompressConfig) -> Compression:
+def compress(config: CompressConfig, say: Callable[[str], None] = print) -> Compression:
     """Write the file, read it back, and judge what was read."""
     precision = _precision(config.precision)
     if not config.max_error_increase >= 0:
-        raise ArgumentError(f"--max-error-increase {config.max_error_increase} must be zero or more")
-    path = config.checkpoint / CHECKPOINT if config.checkpoint.is_dir() else config.checkpoint
-    model_name, data_name, seed = origin(config, path)
-    train, _, test, classes = load_data(RunConfig(data=data_name, data_dir=config.data_dir))
-    model = load_model(path, build_model(model_name, classes))
+        raise ArgumentError(f"max_error_increase={config.max_error_increase} must be zero or more")
+    run = Run(config.checkpoint, model=config.model, data=config.data, data_dir=config.data_dir, say=say)
+    seed, data = run.seed(), run.data()
+    train, test = data.train, data.test
+    model = run.model(data.classes)
     pruned = prune(model) if is_noisy(model) else model
     example, _ = next(batches(train, 2, shuffle=False))
     graph = _graph(pruned, example)
@@ -131,11 +123,11 @@ def compress(config: CompressConfig) -> Compression:
         _, held_out = split(train, min(config.val_size, size(train, "train") // 2), seed)
         chosen = _coarsest(model, pruned, graph, held_out, config.max_error_increase)
         precision, steps = chosen, chosen.steps
-    data, packed = modelfile.pack(model, precision=precision, graph=graph)
-    atomic.write(config.output, data)
+    content, packed = modelfile.pack(model, precision=precision, graph=graph)
+    atomic.write(config.output, content)
     written = modelfile.load(config.output) if graph else modelfile.load(config.output, into=copy.deepcopy(pruned))
     return Compression(
-        size=len(data),
+        size=len(content),
         layers=tuple(_layers(packed)),
         frame=FRAME + packed.header_bits / 8,
         graph=graph is not None,
@@ -152,51 +144,7 @@ def _precision(text: str) -> modelfile.Precision:
         return int(text)
     if text in ("lossless", "posterior"):
         return text
-    raise ArgumentError(f'--precision {text} must be "lossless", "posterior" or a number of bits')
-
-
-def origin(config: CompressConfig, path: Path) -> tuple[str, str, int]:
-    """Model, data and seed of the run: as given, or as its summary says.
-
-    Names of the user's own code are not taken from a file: what they name would be run.
-    """
-    told: dict[str, Any] = {}
-    seed = 0
-    summary = path.parent / SUMMARY
-    if summary.is_file():
-        told = json_object.read(summary, CheckpointError)
-        settings = told.get("config")
-        if not isinstance(settings, dict) or not json_object.is_whole(settings.get("seed"), 0, 2**31 - 1):
-            raise CheckpointError(f"{summary} is damaged: it lacks the seed. Remove it, and give --model and --data")
-        seed = settings["seed"]
-    model, data = (
-        given or (name if isinstance(name, str) and ":" not in name else None)
-        for given, name in ((config.model, told.get("model")), (config.data, told.get("data")))
-    )
-    if model is None or data is None:
-        raise ArgumentError(f"{path} does not say which network and data it is of; give --model and --data")
-    return model, data, seed
-
-
-def load_model(path: Path, network: nn.Module) -> nn.Module:
-    """The Sparse VD network of a checkpoint, or the plain one of another safetensors file."""
-    tensors, metadata = read_tensors(path)
-    if KEY not in metadata:
-        load_weights(network, path)
-        return network
-    checkpoint = Checkpoint.of(tensors, metadata, path)
-    if checkpoint.posteriors:
-        thresholds = {name.rpartition(".")[0]: known["threshold"] for name, known in checkpoint.posteriors.items()}
-        modules = dict(network.named_modules(remove_duplicate=False))
-        unknown = [name for name in thresholds if type(modules.get(name)) not in SPARSE_TYPES]
-        if unknown:
-            raise CheckpointError(f"{path} belongs to another network: that has no layer {', '.join(unknown[:5])}")
-        network = sparsify(network, include=list(thresholds), inplace=True)
-        for name, threshold in thresholds.items():
-            network.get_submodule(name).threshold = threshold
-    check_fit(checkpoint.model, dict(network.state_dict()), f"{path} belongs to another network")
-    network.load_state_dict(checkpoint.model)
-    return network
+    raise ArgumentError(f'precision={text} must be "lossless", "posterior" or a number of bits')
 
 
 def _graph(pruned: nn.Module, example: Tensor) -> Graph | None:
@@ -225,7 +173,7 @@ def _coarsest(
     if chosen is None:
         raise ArgumentError(
             f"already steps of {STEPS[0]} σ cost more than {max_increase} on the held-out examples; "
-            "allow more with --max-error-increase, or take --precision lossless"
+            "allow more with max_error_increase=, or take precision=lossless"
         )
     return chosen
 

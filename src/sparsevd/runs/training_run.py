@@ -1,71 +1,58 @@
-"""One run of the command line: data, model, training, pruning and a folder with the results.
+"""A whole training: data, network, Sparse VD, pruning, test, and a folder with the results (see `Run`).
 
-The folder holds run.json from the beginning on (what is trained, and where), checkpoint.safetensors and metrics.jsonl
-(as `fit` writes them), then pruned.safetensors with the plain keys of the pruned network, and summary.json. It is
-locked until then: a second run in it is refused and changes nothing.
+The folder is locked until the end: a second training in it is refused and changes nothing.
 """
 
-import errno
-import importlib
-import json
 import math
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sparsevd import kernels
 from sparsevd.conversion import preview, prune, sparsify
-from sparsevd.errors import ArgumentError, FormatError
-from sparsevd.files import atomic, json_object, lock
-from sparsevd.files.tensors import write_tensors
-from sparsevd.layers.sampling import multiplies_bfloat16
+from sparsevd.errors import ArgumentError
+from sparsevd.files import lock
 from sparsevd.posterior import THRESHOLD
-from sparsevd.reporting.summary import ModelSummary, summary
+from sparsevd.reporting.summary import ModelSummary, summary, times
+from sparsevd.runs import sources
+from sparsevd.runs.origin import describe_example
+from sparsevd.runs.run import PRETRAIN, Run
+from sparsevd.runs.sources import Sources
 from sparsevd.training.checkpoint import load_weights
-from sparsevd.training.data import Augmented, Data, batches, checked, size
+from sparsevd.training.data import checked, size
 from sparsevd.training.evaluation import Evaluation, elbo, evaluate
-from sparsevd.training.folder import CHECKPOINT, METRICS
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.recipes import FitConfig
-from sparsevd.zoo import datasets, models
+from sparsevd.zoo import models
 
-RUN = "run.json"
-PRUNED = "pruned.safetensors"
-SUMMARY = "summary.json"
-BEGUN = ("asked", "command", "begun", "versions", "machine")  # what run.json says
-PRETRAIN = "pretrain"
-FILES = (METRICS, SUMMARY, CHECKPOINT, PRUNED)
-_STATE = (CHECKPOINT, f"{PRETRAIN}/{CHECKPOINT}")
+# What the data and the start depend on: a run can only be resumed with the same.
+ASKED = ("model", "data", "val_size", "shift", "mirror", "init_from", "pretrain_epochs")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What to train, on what, and where to put it."""
+    """What to train, on what, and where to put it. What stands beside a type is the help of its option."""
 
-    model: str = "lenet-300-100"
-    data: str = "mnist"
-    out: Path = Path("runs/train")
+    model: Annotated[str, "A network of the paper, or package.module:factory."] = "lenet-300-100"
+    data: Annotated[str, "mnist, cifar10, cifar100, or package.module:factory returning (train, test)."] = "mnist"
+    out: Annotated[Path, "Folder for the results."] = Path("runs/train")
     fit: FitConfig = field(default_factory=FitConfig)
-    data_dir: Path | None = None
-    val_size: int = 0  # examples held out of the training set
-    pretrain_epochs: int = 0  # dense training before Sparse VD
-    pretrain_learning_rate: float = 1e-3
-    pretrain_weight_decay: float = 0.0
-    shift: int = 0  # train on images shifted by up to so many pixels
-    mirror: bool = False  # ... and half of them mirrored
-    init_from: Path | None = None
-    threshold: float = THRESHOLD
-    resume: bool = False
-    overwrite: bool = False
+    threshold: Annotated[float, "Weights of log α above it are dropped."] = THRESHOLD
+    val_size: Annotated[int, "Training examples held out for validation."] = 0
+    pretrain_epochs: Annotated[int, "Epochs of dense training first."] = 0
+    pretrain_learning_rate: Annotated[float, "Adam's rate in the dense training."] = 1e-3
+    pretrain_weight_decay: Annotated[float, "Weight decay in the dense training."] = 0.0
+    shift: Annotated[int, "Train on images shifted by up to so many pixels."] = 0
+    mirror: Annotated[bool, "Train on mirror images too."] = False
+    init_from: Annotated[Path | None, "Checkpoint or safetensors file to take the first weights from."] = None
+    data_dir: Annotated[Path | None, "Folder with the data set. [env: SPARSEVD_DATA]"] = None
+    resume: Annotated[bool, "Go on with the run in the folder, if there is one."] = False
+    overwrite: Annotated[bool, "Replace the run in the folder."] = False
 
 
 @dataclass(frozen=True)
@@ -82,30 +69,51 @@ class RunResult:
 
 def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     """Train, prune, evaluate and write everything down."""
-    _check_folder(config)
-    train, val, test, classes = load_data(config)
+    folder = Run(config.out)
+    _check_folder(config, folder)
+    data = sources.load_data(
+        config.data,
+        config.data_dir,
+        val_size=config.val_size,
+        seed=config.fit.seed,
+        shift=config.shift,
+        mirror=config.mirror,
+    )
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)
-        dense = build_model(config.model, classes)
+        dense = sources.build_model(config.model, data.classes)
         if config.init_from:
             load_weights(dense, config.init_from)
-        try_one_batch(dense, train, config)
-        make_folder(config.out)
-        with lock.only_training(config.out):
-            _check_folder(config)  # again: a run may have begun and ended here since
-            _make_room(config)
-            return _run(config, dense, train, val, test, say)
+        misfit = f"{config.model} does not fit the data {config.data}"
+        facts = {"classes": data.classes, "example": describe_example(sources.try_one_batch(dense, data.train, misfit))}
+        with folder.locked():
+            _check_folder(config, folder)  # again: a run may have begun and ended here since
+            if config.overwrite:  # once everything else is known to be in order
+                folder.remove()
+            asked = {name: getattr(config, name) for name in ASKED}
+            asked["init_from"] = str(config.init_from) if config.init_from else None
+            begun = folder.begin(asked, facts, resume=config.resume)
+            model, seconds = _train(config, dense, data, say)
+            pruned = prune(model)
+            result = _tested(config, model, pruned, data, seconds)
+            folder.finish(pruned, _as_dict(config, result), begun)
+            return result
 
 
-def _run(
-    config: RunConfig,
-    dense: nn.Module,
-    train: Data,
-    val: Data | None,
-    test: Data | None,
-    say: Callable[[str], None],
-) -> RunResult:
-    begun = _begin(config)
+def _check_folder(config: RunConfig, folder: Run) -> None:
+    if config.resume and config.overwrite:
+        raise ArgumentError("resume=True and overwrite=True exclude each other")
+    if config.pretrain_epochs < 0:
+        raise ArgumentError(f"pretrain_epochs={config.pretrain_epochs} must be zero or more")
+    if config.out.exists() and not config.out.is_dir():
+        raise ArgumentError(f"{config.out} is a file; give a folder")
+    lock.refuse_if_training(config.out)  # neither resuming nor overwriting would help
+    if not (config.resume or config.overwrite) and folder.has_begun():
+        raise ArgumentError(f"{config.out} already holds a run; resume=True continues it, overwrite=True starts anew")
+
+
+def _train(config: RunConfig, dense: nn.Module, data: Sources, say: Callable[[str], None]) -> tuple[nn.Module, float]:
+    """The Sparse VD network, and the seconds that its training took."""
     if config.pretrain_epochs:
         say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
         recipe = replace(
@@ -114,43 +122,40 @@ def _run(
             learning_rate=config.pretrain_learning_rate,
             weight_decay=config.pretrain_weight_decay,
         )
-        fit_dense(dense, train, val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
+        fit_dense(dense, data.train, data.val, recipe, run_dir=config.out / PRETRAIN, resume=config.resume)
     conversion = preview(dense)
     model = sparsify(dense, threshold=config.threshold, inplace=True)
-    n = size(checked(train, "train"), "train")
+    n = size(checked(data.train, "train"), "train")
     say(
         f"{config.model} on {config.data}: {summary(model).weights:,} weights in {len(conversion.replaced)} "
         f"Sparse VD layers, {n:,} training examples, {config.fit.epochs} epochs"
     )
     if not kernels.available():
         say("the C kernels are not built (no C compiler at installation): training works, at about half the speed")
-    history = fit(model, train, val, config.fit, run_dir=config.out, resume=config.resume)
-    seconds = sum(metrics.seconds for metrics in history)
+    history = fit(model, data.train, data.val, config.fit, run_dir=config.out, resume=config.resume)
+    return model, sum(metrics.seconds for metrics in history)
 
-    pruned = prune(model)
+
+def _tested(config: RunConfig, model: nn.Module, pruned: nn.Module, data: Sources, seconds: float) -> RunResult:
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)  # the bound is sampled: the same again for a finished run
-        bound = elbo(model, train)
-    result = RunResult(
+        bound = elbo(model, data.train)
+    unpruned = prune(model, threshold=math.inf)
+    return RunResult(
         summary=summary(model),
-        test=evaluate(pruned, test) if test is not None else None,
-        test_before_pruning=evaluate(prune(model, threshold=float("inf")), test) if test is not None else None,
+        test=evaluate(pruned, data.test) if data.test is not None else None,
+        test_before_pruning=evaluate(unpruned, data.test) if data.test is not None else None,
         elbo=bound,
         training_seconds=seconds,
         paper=models.PAPER.get((config.model, config.data)),
     )
-    write_tensors(config.out / PRUNED, dict(pruned.state_dict()))
-    atomic.write(
-        config.out / SUMMARY, json.dumps(_as_dict(config, result) | begun, indent=2, ensure_ascii=False) + "\n"
-    )
-    return result
 
 
 def describe(result: RunResult) -> str:
     """The result in two lines, beside the paper's where there is one."""
-    times = f"{result.summary.ratio:.1f}×" if result.summary.kept else "infinitely"
     lines = [f"trained in {result.training_seconds / 60:.1f} min; variational bound {result.elbo:,.0f} nats"]
-    ours = f"ours: {times} fewer weights"
+    left = result.summary
+    ours = f"ours: {times(left.ratio)} fewer weights ({times(left.whole_ratio)} counting every parameter)"
     if result.test and result.test.error is not None:
         ours += f" at {result.test.error:.2f} % test error"
     elif result.test:
@@ -160,170 +165,6 @@ def describe(result: RunResult) -> str:
     if result.paper:
         ours += f" (paper: {result.paper[0]:g}× at {result.paper[1]} %)"
     return "\n".join([*lines, ours])
-
-
-def interrupted(config: RunConfig) -> str:
-    """What to say after Ctrl-C."""
-    if any((config.out / name).exists() for name in _STATE):
-        return f"interrupted; the state is saved in {config.out}. The same command with --resume goes on"
-    return "interrupted before the first step; nothing was saved"
-
-
-def _check_folder(config: RunConfig) -> None:
-    if config.resume and config.overwrite:
-        raise ArgumentError("--resume and --overwrite exclude each other")
-    if config.pretrain_epochs < 0:
-        raise ArgumentError(f"--pretrain-epochs {config.pretrain_epochs} must be zero or more")
-    if config.out.exists() and not config.out.is_dir():
-        raise ArgumentError(f"{config.out} is a file; give a folder")
-    lock.refuse_if_training(config.out)  # neither --resume nor --overwrite would help
-    if not (config.resume or config.overwrite) and any((config.out / name).exists() for name in _STATE):
-        raise ArgumentError(f"{config.out} already holds a run; --resume continues it, --overwrite starts anew")
-
-
-def _make_room(config: RunConfig) -> None:
-    """Once everything else is known to be in order, remove the run that is to be replaced."""
-    try:
-        if config.overwrite:
-            for name in (*FILES, *_STATE, f"{PRETRAIN}/{METRICS}", RUN):
-                (config.out / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"{config.out} cannot be written to ({error.strerror})") from error
-
-
-def make_folder(path: Path) -> None:
-    """A folder to write to, or a sentence; before the training, not after it."""
-    try:
-        atomic.make_folder(path)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be written to ({error.strerror})") from error
-
-
-def _begin(config: RunConfig) -> dict[str, Any]:
-    """What is asked for, by which command, where and when: as it was when the run began, if this one resumes it.
-
-    The checkpoint itself knows the settings of the training; this is what the data and the start depend on.
-    """
-    from sparsevd import __version__
-
-    path = config.out / RUN
-    names = ("model", "data", "val_size", "shift", "mirror", "init_from", "pretrain_epochs")
-    asked = {name: getattr(config, name) for name in names}
-    asked["init_from"] = str(config.init_from) if config.init_from else None
-    if config.resume and path.exists() and any((config.out / name).exists() for name in _STATE):
-        begun = json_object.read(path)
-        before = begun.get("asked")
-        if not isinstance(before, dict) or not asked.keys() <= before.keys():
-            raise FormatError(f"{path} does not say how the run began; start in another folder")
-        for name, value in asked.items():
-            if before[name] != value:
-                option = f"--{name.replace('_', '-')}"
-                raise ArgumentError(
-                    f"{config.out} holds a run with {option} {json_object.shown(before[name])}, not {value}; "
-                    "give the same to go on with it, or another folder (--out)"
-                )
-        return {name: begun.get(name) for name in BEGUN}
-    begun = {
-        "asked": asked,
-        "command": " ".join(["sparsevd", *sys.argv[1:]]),
-        "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": {
-            "sparsevd": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "processor": platform.machine(),
-            "vectors": torch.backends.cpu.get_cpu_capability(),
-            "bfloat16": multiplies_bfloat16(),
-            "threads": torch.get_num_threads(),
-            "waiting": os.environ.get("OMP_WAIT_POLICY"),  # how threads wait for each other, if that was chosen
-        },
-    }
-    atomic.write(path, json.dumps(begun, indent=2, ensure_ascii=False) + "\n")
-    return begun
-
-
-def try_one_batch(model: nn.Module, train: Data, config: RunConfig) -> None:
-    """A model that does not fit its data fails here, in a sentence, and not in the middle of the training."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        x, y = next(batches(train, 2, shuffle=False), (None, None))
-        if x is None or y is None:
-            raise ValueError("it gives no batch")
-        with torch.no_grad():
-            F.cross_entropy(model.eval()(x), y)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        raise ArgumentError(f"{config.model} does not fit the data {config.data}: {error}") from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def load_data(config: RunConfig) -> tuple[Data, Data | None, Data | None, int]:
-    """Training, validation and test data, and the number of classes (10 where the labels do not say)."""
-    if ":" in config.data:
-        parts = load_object(config.data)()
-        if not isinstance(parts, tuple) or len(parts) != 2:
-            raise ArgumentError(f"{config.data} must return (train, test), each (x, y), a Dataset or a DataLoader")
-        train, test, classes = parts[0], parts[1], 0
-    else:
-        splits = datasets.load(config.data, config.data_dir)
-        train, test, classes = splits.train, splits.test, splits.classes
-    train = checked(train, "train")
-    test = checked(test, "test") if test is not None else None
-    if not classes:
-        labels = train[1] if isinstance(train, tuple) else None
-        integers = labels is not None and not labels.is_floating_point()
-        classes = int(labels.max()) + 1 if labels is not None and integers else 10
-    val: Data | None = None
-    if config.val_size:
-        train, val = split(train, config.val_size, config.fit.seed)
-    if config.shift or config.mirror:
-        if not isinstance(train, tuple):
-            raise ArgumentError("--shift and --mirror need the training data as a pair of tensors (x, y)")
-        train = Augmented(train, shift=config.shift, mirror=config.mirror)
-    return train, val, test, classes
-
-
-def split(train: Data, val_size: int, seed: int) -> tuple[datasets.Pair, datasets.Pair]:
-    """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
-    if not isinstance(train, tuple):
-        raise ArgumentError("a validation split needs the training data as a pair of tensors (x, y)")
-    x, y = train
-    if not 0 < val_size < len(x):
-        raise ArgumentError(f"{val_size} validation examples out of {len(x)} leave nothing to train on")
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    held_out, kept = order[:val_size], order[val_size:]
-    return (x[kept], y[kept]), (x[held_out], y[held_out])
-
-
-def build_model(name: str, classes: int) -> nn.Module:
-    """A network of the paper by name, or what package.module:factory returns."""
-    if ":" in name:
-        model = load_object(name)()
-        if not isinstance(model, nn.Module):
-            raise ArgumentError(f"{name} returned a {type(model).__name__}, not a torch module")
-        return model
-    if name not in models.MODELS:
-        raise ArgumentError(f"no model {name!r}; there are {', '.join(models.MODELS)}, or give package.module:factory")
-    return models.MODELS[name](classes)
-
-
-def load_object(reference: str) -> Callable[[], Any]:
-    """The factory behind "package.module:factory", looked for in the present folder too."""
-    module_name, _, attribute = reference.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ArgumentError(f"{reference!r} cannot be imported: {error}; write package.module:factory") from error
-    if not callable(factory):
-        raise ArgumentError(f"{reference!r} is a {type(factory).__name__}, not a function")
-    return factory  # type: ignore[no-any-return]
 
 
 def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from sparsevd import kernels
 from sparsevd.conversion import FAST_PATHS
 from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.posterior import is_noisy
+from sparsevd.reporting.table import table as text_table
 from sparsevd.runtime.folding import Followers, followers, with_batch_norm
 from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, group_choices
 from sparsevd.runtime.timing import timings
@@ -281,19 +282,9 @@ def table(choices: tuple[LayerChoice, ...], left_alone: dict[str, str], dense_se
         )
         for c in choices
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [
-            cell.rjust(width) if 1 <= column <= 3 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    rule = "─" * len(line(header))
     total = f"whole network: {_time(dense_seconds)} before, {_time(seconds)} now ({dense_seconds / seconds:.1f}×)"
     notes = [f"left alone: {name}: {reason}" for name, reason in left_alone.items()]
-    return "\n".join([line(header), rule, *map(line, rows), rule, total, *notes])
+    return "\n".join([text_table(header, rows, right=(1, 2, 3)), total, *notes])
 
 
 def _time(seconds: float | None) -> str:

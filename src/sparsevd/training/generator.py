@@ -28,3 +28,8 @@ def reserved(device: torch.device | None = None) -> Iterator[None]:
             yield
     finally:
         _IN_USE.release()
+
+
+def seed_epoch(seed: int, epoch: int) -> None:
+    """All randomness of an epoch comes from these two: an epoch can be repeated without those before it."""
+    torch.manual_seed(seed * 1_000_003 + epoch)

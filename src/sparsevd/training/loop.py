@@ -190,7 +190,7 @@ class Loop:
 
     def _epoch(self, rng: Tensor | None) -> list[Batch]:
         """The steps of an epoch that are left; gives its first batches."""
-        torch.manual_seed(self.config.seed * 1_000_003 + self.state.epoch)
+        generator.seed_epoch(self.config.seed, self.state.epoch)
         self.model.train()
         first: list[Batch] = []
         remaining = _keeping(first, batches(self.task.train, self.config.batch_size, shuffle=True))

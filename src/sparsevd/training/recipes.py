@@ -6,6 +6,7 @@ All named ones maximise the same bound: the weight of the KL is 1/N once the war
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 
@@ -25,29 +26,37 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class FitConfig:
     """The recipe. Only `epochs` needs a thought: the schedules are parts of the run.
 
+    What stands beside a type is the help of the option that `sparsevd train` makes of it.
+
     Adam's |step| sets how small a useless weight can become, so most of the sparsity appears as the rate goes to zero;
     log σ² follows slowly, at its own rate, so that no weight is given up before it was tried; at the end it catches up.
     """
 
-    epochs: int = 40
-    batch_size: int = 100
-    learning_rate: float = 4e-3  # falls to zero over the run ...
-    decay: str = "cosine"  # ... along half a cosine, or "linear" as in the paper
-    log_sigma2_lr_ratio: float = 0.1  # the rate of log σ² relative to that of the weights ...
-    late_log_sigma2_lr_ratio: float = 3.0  # ... and when most is decided: it then catches up with the weights ...
-    late_from: float = 0.7  # ... from this part of the run on
-    warm_up_start: float = 0.0  # β is 0 up to this part of the run ...
-    warm_up_end: float = 0.2  # ... and 1 from this part on; 0 and 0 mean β = 1 from the start
+    epochs: Annotated[int, "Passes over the training set."] = 40
+    batch_size: Annotated[int, "Examples per step."] = 100
+    learning_rate: Annotated[float, "Adam's rate, falling to zero."] = 4e-3
+    decay: Annotated[str, "How the rate falls: cosine or linear."] = "cosine"  # half a cosine; the paper's is linear
+    log_sigma2_lr_ratio: Annotated[float, "Rate of log σ², relative to the learning rate."] = 0.1
+    # When most is decided, log σ² catches up with the weights ...
+    late_log_sigma2_lr_ratio: Annotated[float, "The same at the end of the run, where log σ² catches up."] = 3.0
+    late_from: Annotated[float, "Part of the run from which it does; 1: never."] = 0.7
+    # β is 0 up to the first of these parts of the run and 1 from the second on; 0 and 0 mean β = 1 from the start.
+    warm_up_start: Annotated[float, "Part of the run up to which the KL has no weight."] = 0.0
+    warm_up_end: Annotated[float, "Part of the run from which the KL has its full weight."] = 0.2
     # What is above the threshold is dropped for good: once β = 1, inputs and units without any weight below it ...
-    drop_patience: int = 3  # ... for so many epochs in a row, and single weights ...
-    drop_from: float = 0.7  # ... from this part of the run on, at once. 1: nothing is dropped
-    contract: bool = True  # compute without inputs and units that have no weight left
-    channels_last: bool = True  # on a CPU, keep images in this order in memory while training: convolutions are faster
-    # "float32" or "bfloat16" for the variance product. None: as the layers have it, and where they do not say ...
-    variance_dtype: str | None = None  # ... float32, or bfloat16 for large products on a CPU with instructions for it
+    drop_patience: Annotated[int, "Epochs in a row after which inputs and units without weights are dropped."] = 3
+    # ... and single weights from a part of the run on, at once. 1: nothing is dropped, not even units
+    drop_from: Annotated[float, "Part of the run from which pruned weights are zero for good; 1: never."] = 0.7
+    contract: Annotated[bool, "Leave inputs and units without any weight out of the computation."] = True
+    channels_last: Annotated[bool, "Keep images in this order in memory: faster convolutions on a CPU."] = True
+    # None: as the layers have it, and where they do not say float32, or bfloat16 for large products on such a CPU.
+    variance_dtype: Annotated[
+        str | None, "Type of the variance product: float32 or bfloat16; else as the CPU is fast."
+    ] = None
     weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
-    adam_beta2: float = 0.99  # Adam's usual 0.999 remembers the early, large gradients for too long
-    seed: int = 0
+    # Adam's usual 0.999 remembers the early, large gradients for too long.
+    adam_beta2: Annotated[float, "Decay of Adam's mean square."] = 0.99
+    seed: Annotated[int, "Seed of weights, noise and order."] = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "drop_patience"):

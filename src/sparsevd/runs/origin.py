@@ -1,0 +1,108 @@
+"""How a run came about, as its folder says: which network, which data, what an input looks like.
+
+A factory of the user's own is code, and its name in a file is a request to run that code. It is believed if it is a
+plain "package.module:factory" and nobody but the present user can have written the file. Else the caller has to name
+the factory.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsevd.errors import ArgumentError, CheckpointError
+from sparsevd.files import json_object
+from sparsevd.files.json_object import is_whole, shown
+from sparsevd.files.tensors import DTYPES
+from sparsevd.runs import sources
+from sparsevd.zoo.datasets import DATASETS
+
+_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+MOST_ELEMENTS = 1 << 28  # of one input that a file describes: it is made, and given to the network
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What one of a run's files says, none of it checked before it is asked for."""
+
+    path: Path
+    said: dict[str, Any]
+    owned: bool  # nobody but the present user can have written it
+
+    @classmethod
+    def read(cls, *paths: Path) -> "Origin | None":
+        """From the first of these files that exists."""
+        for path in paths:
+            if path.is_file():
+                return cls(path, *json_object.read_owned(path, CheckpointError))
+        return None
+
+    def name(self, of: str, say: Callable[[str], None]) -> str | None:
+        """The name of the "model" or of the "data", or None where the file does not say."""
+        asked = self.said.get("asked")
+        name = self.said.get(of) or (asked.get(of) if isinstance(asked, dict) else None)
+        if not isinstance(name, str):
+            return None
+        if sources.is_factory(name):
+            self._check_factory(name, of)
+            say(f"{of}: {name}, as {self.path} says")
+        return name
+
+    def _check_factory(self, name: str, of: str) -> None:
+        module, _, attribute = name.partition(":")
+        if not (self.owned and all(part.isidentifier() for part in [*module.split("."), attribute])):
+            raise ArgumentError(
+                f"{self.path} names {shown(name)} as its {of}; that is code, and only run if the name is "
+                f"package.module:factory in a file of your own that no other can write. Give {of}= yourself"
+            )
+        try:
+            sources.imported(name)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"{self.path} says that the {of} is {name}, which cannot be imported from here "
+                f"({error.__cause__ or error}); go where it can, or name it with {of}=package.module:factory"
+            ) from error
+
+    def seed(self) -> int:
+        settings = self.said.get("config")
+        seed = settings.get("seed") if isinstance(settings, dict) else None
+        if not isinstance(seed, int) or not is_whole(seed, 0, 2**31 - 1):
+            raise CheckpointError(f"{self.path} is damaged: it lacks the seed. Remove it, and give model= and data=")
+        return seed
+
+    def classes(self) -> int | None:
+        data, classes = self._dataset(), self.said.get("classes")
+        if isinstance(classes, int) and is_whole(classes, 1, 2**31 - 1):
+            return classes
+        return DATASETS[data].classes if data else None
+
+    def example(self) -> Tensor | None:
+        """One input of zeros, in a batch of one; None where the file does not say, or the network takes several."""
+        described, data = self.said.get("example"), self._dataset()
+        if described is None:
+            return torch.zeros(1, *DATASETS[data].shape) if data else None
+        if not isinstance(described, list) or not all(isinstance(each, dict) for each in described):
+            raise CheckpointError.damaged(self.path, f"its example is {shown(described)}")
+        if len(described) != 1:
+            return None
+        (each,) = described
+        shape, dtype = each.get("shape"), each.get("dtype")
+        sizes = shape if isinstance(shape, list) else [0]
+        known = isinstance(dtype, str) and dtype in _TYPES
+        if not known or not all(is_whole(size, 1, MOST_ELEMENTS) for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
+            raise CheckpointError.damaged(self.path, f"its example has shape {shown(shape)} and type {shown(dtype)}")
+        return torch.zeros(1, *sizes, dtype=_TYPES[dtype])
+
+    def _dataset(self) -> str | None:
+        asked = self.said.get("asked")
+        names = self.said.get("data"), asked.get("data") if isinstance(asked, dict) else None
+        return next((name for name in names if isinstance(name, str) and name in DATASETS), None)
+
+
+def describe_example(x: Tensor) -> list[dict[str, Any]]:
+    """What run.json keeps of a batch of inputs: a list, as a network may take several."""
+    return [{"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")}]

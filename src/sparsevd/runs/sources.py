@@ -1,0 +1,140 @@
+"""What a name stands for: a network or data, of the paper or of the user's own code ("package.module:factory")."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError
+from sparsevd.training.data import Augmented, Data, batches, checked
+from sparsevd.zoo import datasets, models
+
+USUAL_CLASSES = 10  # where neither labels nor a data set say
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data of a run: what is trained on, what is watched, what is tested on, and how many classes there are."""
+
+    train: Data
+    val: Data | None
+    test: Data | None
+    classes: int
+
+
+def is_factory(name: str) -> bool:
+    """Whether a name is of the user's own code, and not of the paper."""
+    return ":" in name
+
+
+def build_model(name: str, classes: int = USUAL_CLASSES) -> nn.Module:
+    """A network of the paper by name, or what package.module:factory returns."""
+    if is_factory(name):
+        model = called(name)
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"{name} returned a {type(model).__name__}, not a torch module")
+        return model
+    if name not in models.MODELS:
+        raise ArgumentError(f"no model {name!r}; there are {', '.join(models.MODELS)}, or give package.module:factory")
+    return models.MODELS[name](classes)
+
+
+def load_data(
+    name: str,
+    data_dir: Path | None = None,
+    *,
+    val_size: int = 0,
+    seed: int = 0,
+    shift: int = 0,
+    mirror: bool = False,
+) -> Sources:
+    """A data set by name, or what package.module:factory returns; the arguments are those of a run."""
+    if is_factory(name):
+        parts = called(name)
+        if not isinstance(parts, tuple) or len(parts) != 2:
+            raise ArgumentError(f"{name} must return (train, test), each (x, y), a Dataset or a DataLoader")
+        train, test, classes = parts[0], parts[1], 0
+    else:
+        splits = datasets.load(name, data_dir)
+        train, test, classes = splits.train, splits.test, splits.classes
+    train = checked(train, "train")
+    test = checked(test, "test") if test is not None else None
+    classes = classes or _classes_of(train)
+    val: Data | None = None
+    if val_size:
+        train, val = split(train, val_size, seed)
+    if shift or mirror:
+        if not isinstance(train, tuple):
+            raise ArgumentError("to shift and mirror images, the training data must be a pair of tensors (x, y)")
+        train = Augmented(train, shift=shift, mirror=mirror)
+    return Sources(train, val, test, classes)
+
+
+def _classes_of(train: Data) -> int:
+    labels = train[1] if isinstance(train, tuple) else None
+    return USUAL_CLASSES if labels is None or labels.is_floating_point() else int(labels.max()) + 1
+
+
+def split(train: Data, val_size: int, seed: int) -> tuple[datasets.Pair, datasets.Pair]:
+    """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
+    if not isinstance(train, tuple):
+        raise ArgumentError("a validation split needs the training data as a pair of tensors (x, y)")
+    x, y = train
+    if not 0 < val_size < len(x):
+        raise ArgumentError(f"{val_size} validation examples out of {len(x)} leave nothing to train on")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    held_out, kept = order[:val_size], order[val_size:]
+    return (x[kept], y[kept]), (x[held_out], y[held_out])
+
+
+def try_one_batch(model: nn.Module, train: Data, described: str) -> Tensor:
+    """The first inputs. A model that does not fit its data fails here, in a sentence, and not while it trains."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        x, y = next(batches(train, 2, shuffle=False), (None, None))
+        if x is None or y is None:
+            raise ValueError("it gives no batch")
+        with torch.no_grad():
+            F.cross_entropy(model.eval()(x), y)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{described}: {error}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return x
+
+
+def called(reference: str) -> Any:
+    """What the factory behind "package.module:factory" returns."""
+    factory = imported(reference)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:  # only of the arguments: what the factory itself raises stays the user's own
+        raise ArgumentError(
+            f"{reference} is called without arguments, and is {error}; give a function that fills it in"
+        ) from error
+    except ValueError:  # something built in, which does not say what it takes
+        pass
+    return factory()
+
+
+def imported(reference: str) -> Callable[..., Any]:
+    """The factory itself, looked for in the present folder too."""
+    module_name, _, attribute = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{reference!r} cannot be imported: {error}; write package.module:factory") from error
+    if not callable(factory):
+        raise ArgumentError(f"{reference!r} is a {type(factory).__name__}, not a function")
+    return factory  # type: ignore[no-any-return]

@@ -1,0 +1,87 @@
+"""A file of weights, read without the code of its network: a checkpoint, plain safetensors, or a model file (.spvd)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsevd import modelfile
+from sparsevd.errors import CheckpointError
+from sparsevd.files.tensors import read_tensors
+from sparsevd.posterior import checked_threshold, equations, label_of
+from sparsevd.reporting.summary import LayerSummary, ModelSummary, summarise_layer
+from sparsevd.training.checkpoint import FLOATING, KEY, Checkpoint
+
+# Torch cannot count the zeros of others, such as float8 and uint16.
+_COUNTED = (*FLOATING, torch.complex64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+class WeightFile:
+    """Its tensors, and of a checkpoint the description of its Sparse VD layers."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoint: Checkpoint | None = None
+        if path.suffix == modelfile.SUFFIX:
+            self.tensors = modelfile.unpack(modelfile.read(path), path)
+            return
+        self.tensors, metadata = read_tensors(path)
+        if KEY in metadata:
+            self.checkpoint = Checkpoint.of(self.tensors, metadata, path)
+            self.tensors = self.checkpoint.model
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether something says which weights to prune."""
+        return self.checkpoint is not None and bool(self.checkpoint.posteriors)
+
+    def pruned(self, threshold: float | None = None) -> dict[str, Tensor]:
+        """The tensors of the plain network, with zeros where log α exceeds the threshold."""
+        limits = self._thresholds(threshold)
+        return self._plain() | {name: equations.pruned(*self._pair(name), limit) for name, limit in limits.items()}
+
+    def summary(self, threshold: float | None = None) -> ModelSummary:
+        """What is left of each layer: by log α, or of a plain network by its zeros."""
+        layers, divergence = [], 0.0
+        for name, limit in self._thresholds(threshold).items():
+            known = self._posteriors[name]
+            if known["of"] == name:  # a shared one counts once
+                layers.append(summarise_layer(label_of(name), known["type"], *self._pair(name), threshold=limit))
+                divergence += equations.kl(*self._pair(name)).item()
+        tensors = self._plain()
+        layers = layers or self._plain_layers(tensors)
+        left_out = {*self.checkpoint.buffers, *self.checkpoint.aliases} if self.checkpoint else set()
+        floating = sum(t.numel() for key, t in tensors.items() if key not in left_out and t.is_floating_point())
+        kl = divergence if self.is_sparse else None
+        return ModelSummary(tuple(layers), floating - sum(layer.weights for layer in layers), kl)
+
+    def _plain(self) -> dict[str, Tensor]:
+        return self.checkpoint.plain() if self.checkpoint else dict(self.tensors)
+
+    @property
+    def _posteriors(self) -> dict[str, dict[str, Any]]:
+        return self.checkpoint.posteriors if self.checkpoint else {}
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """θ and log σ²."""
+        return self.tensors[name], self.tensors[self._posteriors[name]["noise"]]
+
+    def _thresholds(self, threshold: float | None) -> dict[str, float]:
+        """Where to cut each θ: at its own threshold, or at the one that is asked for."""
+        if threshold is None:
+            return {name: known["threshold"] for name, known in self._posteriors.items()}
+        if not self.is_sparse:
+            raise CheckpointError(f"{self.path} holds a plain network: it has no log α for a threshold to act on")
+        return dict.fromkeys(self._posteriors, checked_threshold(threshold))
+
+    def _plain_layers(self, tensors: dict[str, Tensor]) -> list[LayerSummary]:
+        weights = {key: t for key, t in tensors.items() if key.split(".")[-1] == "weight" and t.ndim >= 2}
+        if not weights:
+            raise CheckpointError(f"{self.path} holds no weight of a Linear or Conv layer")
+        for key, tensor in weights.items():
+            if tensor.dtype not in _COUNTED:
+                raise CheckpointError(
+                    f"{self.path}: {key} is {tensor.dtype}, which is not supported; convert it to float32"
+                )
+        return [summarise_layer(label_of(key), "plain", tensor) for key, tensor in weights.items()]
