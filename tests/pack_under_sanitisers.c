@@ -9,7 +9,7 @@
 
 struct pack;
 struct pack *sparsevd_pack_open(const uint8_t *, ptrdiff_t, const float *);
-void sparsevd_pack_prime(struct pack *, uint8_t *, ptrdiff_t);
+void sparsevd_pack_learn(struct pack *, uint8_t *, ptrdiff_t);
 int sparsevd_pack_bytes(struct pack *, uint8_t *, ptrdiff_t);
 int sparsevd_pack_matrix(struct pack *, int32_t *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, const int32_t *, int);
 ptrdiff_t sparsevd_pack_finish(struct pack *);
@@ -52,13 +52,13 @@ int main(void) {
                                  : (int32_t)((draw(1u << 16) << 16 | draw(1u << 16)) & ~((1u << (23 - mantissa)) - 1));
     }
     struct pack *encoder = sparsevd_pack_open(NULL, 0, NULL);
-    sparsevd_pack_prime(encoder, text, 20);
+    sparsevd_pack_learn(encoder, text, 20);
     sparsevd_pack_matrix(encoder, values, rows, columns, width, plane, hint, mantissa);
     ptrdiff_t size = sparsevd_pack_finish(encoder);
     uint8_t *copy = malloc((size_t)size + !size);
     if (size) memcpy(copy, sparsevd_pack_written(encoder), (size_t)size);
     struct pack *reader = sparsevd_pack_open(copy, size, NULL);
-    sparsevd_pack_prime(reader, text, 20);
+    sparsevd_pack_learn(reader, text, 20);
     int failed = sparsevd_pack_matrix(reader, again, rows, columns, width, plane, hint, mantissa);
     if (failed || memcmp(values, again, n * sizeof *values)) return 1;
     sparsevd_pack_close(encoder), sparsevd_pack_close(reader);

@@ -48,8 +48,8 @@ class NativeCoder:
         self._address = None
 
     def prime(self, known: bytes) -> None:
-        """Know what these bytes teach, which are learned once for all coders."""
-        self._library.sparsevd_pack_learn_from(self._state, _primed(known)._state)
+        """Know what these bytes teach; they are learned once for all coders."""
+        self._library.sparsevd_pack_prime_from(self._state, _primed(known)._state)
 
     def code_bytes(self, data: bytearray) -> None:
         view = (ctypes.c_char * len(data)).from_buffer(data)
@@ -87,9 +87,9 @@ class NativeCoder:
         return ctypes.string_at(self._library.sparsevd_pack_written(self._state), size) if size else b""
 
     def learn(self, known: bytes) -> "NativeCoder":
-        """Learn from bytes, one by one; `prime` has what was learned before."""
+        """Learn from bytes, one by one; `prime` takes over what was learned before."""
         copy = ctypes.create_string_buffer(known, len(known))
-        self._library.sparsevd_pack_prime(self._state, copy, len(known))
+        self._library.sparsevd_pack_learn(self._state, copy, len(known))
         return self
 
     def _check(self, failed: int) -> None:

@@ -2,7 +2,7 @@
 
    Everything is integer arithmetic, so that every machine makes the same bytes and reads the same numbers. Each function
    serves both directions: an encoder is given the value and returns it, a decoder ignores what it is given and returns
-   what the file says. sparsevd/pack/adaptive.py and symbols.py are the same in Python: change both together. */
+   what the file says. modelfile/adaptive.py and symbols.py are the same in Python: change both together. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -43,7 +43,7 @@ struct pack {
   size_t length, position;
   int64_t budget;
   uint32_t low, range, code;
-  int priming;        /* only learn: nothing is written or read */
+  int learning;       /* nothing is written or read */
   const float *price; /* encoder: bits of a decision by its probability of 4096, for the account, or null */
   double *account;    /* where the bits go at present */
   double positions, values;
@@ -94,7 +94,7 @@ static uint8_t next_byte(struct pack *s) { return s->position < s->length ? s->i
 static int decide(struct pack *s, int bit, uint32_t probability) {
   if (probability < CERTAIN) probability = CERTAIN;
   if (probability > 65536 - CERTAIN) probability = 65536 - CERTAIN;
-  if (s->priming) return bit;
+  if (s->learning) return bit;
   if (s->price) *s->account += s->price[(bit ? probability : 65536 - probability) >> 4];
   uint32_t bound = (s->range >> 16) * probability;
   if (s->decoding) {
@@ -402,15 +402,15 @@ int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdif
 }
 
 /* Learn from bytes that both sides know. */
-void sparsevd_pack_prime(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+void sparsevd_pack_learn(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
   int decoding = s->decoding;
-  s->priming = 1, s->decoding = 0;
+  s->learning = 1, s->decoding = 0;
   sparsevd_pack_bytes(s, bytes, n);
-  s->priming = 0, s->decoding = decoding;
+  s->learning = 0, s->decoding = decoding;
 }
 
-/* Know all that another has learned. */
-void sparsevd_pack_learn_from(struct pack *s, const struct pack *other) {
+/* Know all that another has learned: copying it takes less time than learning it anew. */
+void sparsevd_pack_prime_from(struct pack *s, const struct pack *other) {
   memcpy(s->counters, other->counters, sizeof s->counters);
   memcpy(s->mixers, other->mixers, sizeof s->mixers);
 }

@@ -56,13 +56,13 @@ class PythonCoder:
 
     def prime(self, known: bytes) -> None:
         """Know all that can be learned from bytes that both sides have."""
-        self._coder.learn_from(_primed(known)._coder)
+        self._coder.prime_from(_primed(known)._coder)
 
     def learn(self, known: bytes) -> "PythonCoder":
-        """Learn from bytes, one by one; `prime` has what was learned before."""
-        self._coder.priming = True
+        """Learn from bytes, one by one; `prime` takes over what was learned before."""
+        self._coder.learning = True
         self.code_bytes(bytearray(known))
-        self._coder.priming = False
+        self._coder.learning = False
         return self
 
     def finish(self) -> bytes:
