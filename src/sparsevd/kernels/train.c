@@ -22,8 +22,8 @@ double sparsevd_kl(int set, int threads, ptrdiff_t n, const float *theta, const 
                    float *grad_log_sigma2, double *sums) {
   const struct train_kernels *kernels = &kernels_of(set)->train;
   FOR_EACH_BLOCK(start, n, threads)
-  sums[start / BLOCK] =
-      kernels->kl_block(theta + start, log_sigma2 + start, grad_theta + start, grad_log_sigma2 + start, block_size(start, n));
+  sums[start / BLOCK] = kernels->kl_block(theta + start, log_sigma2 + start, grad_theta + start,
+                                          grad_log_sigma2 + start, block_size(start, n));
   double sum = 0;
   for (ptrdiff_t block = 0; block < sparsevd_blocks(n); block++) sum += sums[block];
   return sum;
@@ -65,7 +65,8 @@ void sparsevd_exp_bf16(int set, int threads, ptrdiff_t n, const float *log_sigma
 /* The gradient of sigma^2 becomes that of log sigma^2. */
 void sparsevd_times_exp(int set, int threads, ptrdiff_t n, const float *log_sigma2, float *grad_sigma2) {
   const struct train_kernels *kernels = &kernels_of(set)->train;
-  FOR_EACH_BLOCK(start, n, threads) kernels->times_exp_block(log_sigma2 + start, grad_sigma2 + start, block_size(start, n));
+  FOR_EACH_BLOCK(start, n, threads)
+  kernels->times_exp_block(log_sigma2 + start, grad_sigma2 + start, block_size(start, n));
 }
 
 static void multiply(int set, int threads, ptrdiff_t n, const float *a, const float *b, float *c) {

@@ -1,4 +1,4 @@
-"""The adaptive binary coder of the model file in Python: the oracle of `kernels/pack.c`, and what works without it.
+"""The adaptive binary coder of the model file in Python: the oracle of `kernels/adaptive.h`, and what works without it.
 
 Every decision is predicted by a few counters, whose opinions a small mixer weighs, and is then coded arithmetically.
 Counters and mixer learn from the decision, in the encoder as in the decoder, so no tables travel in the file. All of it

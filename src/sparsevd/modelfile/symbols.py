@@ -1,4 +1,4 @@
-"""How bytes and matrices become binary decisions, in Python; `kernels/pack.c` is the same in C. See docs/format.md.
+"""How bytes and matrices become binary decisions, in Python; `kernels/coder.c` is the same in C. See docs/format.md.
 
 A matrix is told as: which rows and columns hold anything, then for each place where both do whether there is a number,
 and the number: sign, exponent, mantissa. The contexts are what Sparse VD leaves behind: dead rows and columns,
