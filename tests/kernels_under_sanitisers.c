@@ -11,21 +11,15 @@
 int sparsevd_lanes(int set);
 ptrdiff_t sparsevd_blocks(ptrdiff_t n);
 double sparsevd_kl(int, int, ptrdiff_t, const float *, const float *, float *, float *, double *);
-void sparsevd_adam(int, int, ptrdiff_t, const struct adam *, float *, const float *, float *, float *, float *,
-                   const float *, float *, float *);
+void sparsevd_adam(int, int, ptrdiff_t, const struct adam *, const struct trained *, const struct trained *);
 void sparsevd_sample(int, int, ptrdiff_t, uint64_t, float *, float *, float *);
 void sparsevd_exp(int, int, ptrdiff_t, const float *, float *);
 void sparsevd_exp_bf16(int, int, ptrdiff_t, const float *, uint16_t *);
 void sparsevd_times_exp(int, int, ptrdiff_t, const float *, float *);
 
-typedef void sgemm_function(const char *, const char *, const int *, const int *, const int *, const float *,
-                            const float *, const int *, const float *, const int *, const float *, float *,
-                            const int *);
-void sparsevd_linear_forward(int, int, ptrdiff_t, uint64_t, int, int, sgemm_function *, const float *, const float *,
-                             const float *, const float *, float *, float *, float *, float *);
-void sparsevd_linear_backward(int, int, ptrdiff_t, int, int, sgemm_function *, const float *, const float *,
-                              const float *, const float *, const float *, float *, float *, float *, float *,
-                              float *, float *, float *);
+void sparsevd_linear_forward(int, int, const struct linear *, uint64_t, const float *, float *, float *);
+void sparsevd_linear_backward(int, int, const struct linear *, const float *, const float *, float *, float *, float *,
+                              float *, float *);
 
 /* c = alpha op(a) op(b) + beta c, column by column, as BLAS has it */
 static void sgemm(const char *ta, const char *tb, const int *m, const int *n, const int *k, const float *alpha,
@@ -54,9 +48,9 @@ int main(void) {
       float *theta = array(n, 0.1f), *log_sigma2 = array(n, -3.0f), *a = array(n, 0), *b = array(n, 0);
       double *sums = malloc(sizeof(double) * (sparsevd_blocks(n) + !n));
       sparsevd_kl(set, 2, n, theta, log_sigma2, a, b, sums);
-      const struct adam settings = {1e-4f, 0.9f, 0.99f, 0.1f, 1e-8f, {1e-2f, 1e-3f}};
+      const struct adam settings = {1e-4f, 0.9f, 0.99f, 0.1f, 1e-8f, 1e-2f, 1e-3f};
       float *m = array(n, 0), *v = array(n, 0.1f), *m2 = array(n, 0), *v2 = array(n, 0.1f);
-      sparsevd_adam(set, 2, n, &settings, theta, a, m, v, log_sigma2, b, m2, v2);
+      sparsevd_adam(set, 2, n, &settings, &(struct trained){theta, a, m, v}, &(struct trained){log_sigma2, b, m2, v2});
       free(m), free(v), free(m2), free(v2);
       sparsevd_sample(set, 2, n, 5, theta, a, b);
       sparsevd_sample(set, 2, n, 5, theta, a, NULL);
@@ -77,10 +71,10 @@ int main(void) {
         float *x2 = array(rows * ins, 0), *sigma2 = array(ins * outs, 0), *delta = array(rows * outs, 0);
         float *g1 = array(ins * outs, 0), *g2 = array(ins * outs, 0), *g3 = array(outs, 0), *g4 = array(rows * ins, 0);
         for (int with = 0; with < 2; with++) {
-          sparsevd_linear_forward(BEST, 2, rows, 5, ins, outs, sgemm, x, theta, noise, with ? bias : NULL, out, slope, x2,
-                                  sigma2);
-          sparsevd_linear_backward(BEST, 2, rows, ins, outs, sgemm, out, slope, x, theta, noise, g1, g2,
-                                   with ? g3 : NULL, with ? g4 : NULL, delta, x2, with ? sigma2 : NULL);
+          struct linear layer = {rows, ins, outs, sgemm, x, theta, noise, x2, sigma2};
+          sparsevd_linear_forward(BEST, 2, &layer, 5, with ? bias : NULL, out, slope);
+          if (!with) layer.sigma2 = NULL;
+          sparsevd_linear_backward(BEST, 2, &layer, out, slope, g1, g2, with ? g3 : NULL, with ? g4 : NULL, delta);
         }
         free(x), free(theta), free(noise), free(bias), free(out), free(slope), free(x2), free(sigma2), free(delta);
         free(g1), free(g2), free(g3), free(g4);

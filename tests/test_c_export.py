@@ -29,7 +29,8 @@ cpp_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ co
 ACCEPTED = """
     net in out load store vf vi splat steps step step_kind layer_0 test_input test_output test_result scratch
     kernels sparse_kernels sparse_layer input_layer largest difference expected off size i t k tile value nonzero
-    product pack unpack pool copy clear zeros clamp lanes target name row plane place slot order starts bias low high
+    product pack unpack pool tiles pixels add copy clear zeros clamp lanes target name row plane place slot order starts
+    bias low high
     Net LeNet5 vgg16 x1 a data end begin map vector list std export_c sparsevd uint8 int32 mem str is final
     override module import error_net my_net resnet_18 SparseVD sPARSE sem_seg timers small near huge data_in
 """

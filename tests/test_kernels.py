@@ -279,12 +279,11 @@ def fields(struct):
     for declaration in re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL).split(";")[:-1]:
         kind, *names = re.sub(r"^\s*(const )?(struct )?", "", declaration).replace("*", " * ").split(None, 1)
         for name in names[0].split(","):
-            word, length = re.fullmatch(r"[\s*]*(\w+)(?:\[(\d+)\])?\s*", name).groups()
-            yield word, "pointer" if "*" in name else kind + (f"[{length}]" if length else "")
+            yield name.strip(" *"), "pointer" if "*" in name else kind
 
 
 C_TYPES = {
-    ctypes.c_int32: "int32_t", ctypes.c_int64: "int64_t", ctypes.c_float: "float", ctypes.c_float * 2: "float[2]",
+    ctypes.c_int32: "int32_t", ctypes.c_int64: "int64_t", ctypes.c_float: "float",
     ctypes.c_void_p: "pointer", structs.ValueStruct: "value",
 }  # fmt: skip
 

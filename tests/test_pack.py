@@ -863,7 +863,7 @@ def test_the_decoder_is_clean_under_the_sanitisers(tmp_path):
     trial = ["cc", *checks, str(trivial), "-o", str(tmp_path / "trivial")]
     if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
         pytest.skip("this compiler has no sanitisers")
-    sources = [str(Path(kernels.__file__).parent / "pack.c"), str(Path(__file__).parent / "pack_under_sanitisers.c")]
+    sources = [str(Path(kernels.__file__).parent / "coder.c"), str(Path(__file__).parent / "coder_under_sanitisers.c")]
     subprocess.run(["cc", "-std=gnu11", "-O1", "-g", *checks, *sources, "-o", str(tmp_path / "check")], check=True)
     result = subprocess.run([tmp_path / "check"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The door to the adaptive coder of the model file in C, `pack.c`."""
+"""The door to the adaptive coder of the model file in C, `coder.c`."""
 
 import ctypes
 import functools
@@ -31,11 +31,11 @@ class NativeCoder:
         self._library = library
         self._data = data  # C reads it in place
         prices = _prices().ctypes.data if data is None else None
-        self._address: int | None = library.sparsevd_pack_open(data, len(data or b""), prices)
+        self._address: int | None = library.sparsevd_coder_open(data, len(data or b""), prices)
         if not self._address:
             raise MemoryError("no memory for the coder")
         # Also when it is forgotten.
-        self._give_back = weakref.finalize(self, library.sparsevd_pack_close, self._address)
+        self._give_back = weakref.finalize(self, library.sparsevd_coder_close, self._address)
 
     @property
     def _state(self) -> int:
@@ -48,12 +48,12 @@ class NativeCoder:
         self._address = None
 
     def prime(self, known: bytes) -> None:
-        """Know what these bytes teach, which are learned once for all coders."""
-        self._library.sparsevd_pack_learn_from(self._state, _primed(known)._state)
+        """Know what these bytes teach; they are learned once for all coders."""
+        self._library.sparsevd_coder_prime_from(self._state, _primed(known)._state)
 
     def code_bytes(self, data: bytearray) -> None:
         view = (ctypes.c_char * len(data)).from_buffer(data)
-        self._check(self._library.sparsevd_pack_bytes(self._state, view, len(data)))
+        self._check(self._library.sparsevd_coder_bytes(self._state, view, len(data)))
 
     def code_matrix(self, values: Matrix, width: int, plane: int, hint: Matrix | None, mantissa: int) -> None:
         if values.ndim != 2 or (self._data is not None and not values.flags.writeable):
@@ -73,23 +73,23 @@ class NativeCoder:
             None if hint is None else door.array_address("hint", hint, (columns,), np.int32),
         ]
         sizes = (rows, columns, width, plane)
-        self._check(self._library.sparsevd_pack_matrix(self._state, addresses[0], *sizes, addresses[1], mantissa))
+        self._check(self._library.sparsevd_coder_matrix(self._state, addresses[0], *sizes, addresses[1], mantissa))
 
     def account(self) -> tuple[float, float]:
         bits = (ctypes.c_double * 2)()
-        self._library.sparsevd_pack_account(self._state, bits)
+        self._library.sparsevd_coder_account(self._state, bits)
         return bits[0], bits[1]
 
     def finish(self) -> bytes:
-        size = self._library.sparsevd_pack_finish(self._state)
+        size = self._library.sparsevd_coder_finish(self._state)
         if size < 0:
             raise WriteError("the model could not be coded: no memory")
-        return ctypes.string_at(self._library.sparsevd_pack_written(self._state), size) if size else b""
+        return ctypes.string_at(self._library.sparsevd_coder_written(self._state), size) if size else b""
 
     def learn(self, known: bytes) -> "NativeCoder":
-        """Learn from bytes, one by one; `prime` has what was learned before."""
+        """Learn from bytes, one by one; `prime` takes over what was learned before."""
         copy = ctypes.create_string_buffer(known, len(known))
-        self._library.sparsevd_pack_prime(self._state, copy, len(known))
+        self._library.sparsevd_coder_learn(self._state, copy, len(known))
         return self
 
     def _check(self, failed: int) -> None:

@@ -10,9 +10,34 @@
 /* Python spells them in loading.py. BEST is the widest that the machine has. */
 enum instruction_set { BEST, GENERIC, AVX2, AVX512, INSTRUCTION_SETS };
 
-/* A step of Adam. rates: those of theta and log sigma^2, divided by 1 - beta1^step; deviation: sqrt(1 - beta2^step). */
+/* Settings of Adam. The rates are divided by 1 - beta1^step; deviation is sqrt(1 - beta2^step). */
 struct adam {
-  float kl_weight, beta1, beta2, deviation, epsilon, rates[2];
+  float kl_weight, beta1, beta2, deviation, epsilon, theta_rate, log_sigma2_rate;
+};
+
+/* A tensor in training: its numbers, the data's gradient of them, and Adam's two averages. */
+struct trained {
+  float *x;
+  const float *grad;
+  float *mean, *square;
+};
+
+static inline struct trained trained_from(const struct trained *all, ptrdiff_t start) {
+  return (struct trained){all->x + start, all->grad + start, all->mean + start, all->square + start};
+}
+
+/* The matrix product of a BLAS. Its matrices are column by column, ours row by row: each is the other's transpose. */
+typedef void sgemm_function(const char *, const char *, const int *, const int *, const int *, const float *,
+                            const float *, const int *, const float *, const int *, const float *, float *,
+                            const int *);
+
+/* A fully-connected layer and its batch. */
+struct linear {
+  int32_t rows, ins, outs;
+  sgemm_function *sgemm;
+  const float *x;                  /* [rows, ins] */
+  const float *theta, *log_sigma2; /* [outs, ins] */
+  float *x2, *sigma2;              /* scratch of their sizes */
 };
 
 /* Work is done in steps over a few hundred numbers, each step a short loop: one weight's logarithms and exponentials wait
@@ -29,9 +54,7 @@ struct train_kernels {
   void (*times_exp_block)(const float *log_sigma2, float *grad_sigma2, ptrdiff_t n);
   void (*multiply_block)(const float *a, const float *b, float *c, ptrdiff_t n);
   void (*add_twice_product_block)(const float *a, const float *b, float *c, ptrdiff_t n);
-  void (*adam_block)(const struct adam *adam, float *theta, const float *grad_theta, float *mean_theta,
-                     float *square_theta, float *log_sigma2, const float *grad_log_sigma2, float *mean_log_sigma2,
-                     float *square_log_sigma2, ptrdiff_t n);
+  void (*adam_block)(const struct adam *adam, struct trained theta, struct trained log_sigma2, ptrdiff_t n);
 };
 
 struct kernels {

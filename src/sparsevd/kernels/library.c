@@ -29,8 +29,9 @@ struct layout {
 #define LAYOUT(type, field) {#type, sizeof(struct type), offsetof(struct type, field)}
 const struct layout *sparsevd_layouts(void) {
   static const struct layout layouts[] = {
-      LAYOUT(adam, rates), LAYOUT(nonzero, weight), LAYOUT(sparse_layer, bias), LAYOUT(value, first),
-      LAYOUT(step, layer), LAYOUT(plan, step),      {NULL, 0, 0},
+      LAYOUT(adam, log_sigma2_rate), LAYOUT(trained, square), LAYOUT(linear, sigma2),
+      LAYOUT(nonzero, weight),       LAYOUT(value, first),    LAYOUT(sparse_layer, bias),
+      LAYOUT(step, layer),           LAYOUT(plan, step),      {NULL, 0, 0},
   };
   return layouts;
 }

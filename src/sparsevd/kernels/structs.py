@@ -19,7 +19,19 @@ def _all(kind: Any, names: str) -> _Fields:
 class AdamStruct(ctypes.Structure):
     """struct adam"""
 
-    _fields_ = (*_all(_FLOAT, "kl_weight beta1 beta2 deviation epsilon"), ("rates", _FLOAT * 2))
+    _fields_ = _all(_FLOAT, "kl_weight beta1 beta2 deviation epsilon theta_rate log_sigma2_rate")
+
+
+class TrainedStruct(ctypes.Structure):
+    """struct trained"""
+
+    _fields_ = _all(_POINTER, "x grad mean square")
+
+
+class LinearStruct(ctypes.Structure):
+    """struct linear"""
+
+    _fields_ = (*_all(_INT32, "rows ins outs"), *_all(_POINTER, "sgemm x theta log_sigma2 x2 sigma2"))
 
 
 class NonzeroStruct(ctypes.Structure):
@@ -74,6 +86,8 @@ class PlanStruct(ctypes.Structure):
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "adam": AdamStruct,
+    "trained": TrainedStruct,
+    "linear": LinearStruct,
     "nonzero": NonzeroStruct,
     "sparse_layer": LayerStruct,
     "value": ValueStruct,

@@ -181,31 +181,27 @@ TARGET static void add_twice_product_block(const float *a, const float *b, float
     store_part(c + i, load_part(c + i, n - i) + 2.0f * load_part(a + i, n - i) * load_part(b + i, n - i), n - i);
 }
 
-INLINE void adam_chunk(const struct adam *adam, float rate, float *x, const float *grad, const float *grad_kl,
-                       float *mean, float *square, ptrdiff_t n) {
+INLINE void adam_chunk(const struct adam *adam, float rate, struct trained t, const float *grad_kl, ptrdiff_t n) {
   const vf per_deviation = splat(1.0f / adam->deviation), epsilon = splat(adam->epsilon);
   for (ptrdiff_t i = 0; i < n; i += LANES) {
-    vf g = load_part(grad + i, n - i) + adam->kl_weight * load(grad_kl + i);
-    vf m = load_part(mean + i, n - i), v = load_part(square + i, n - i);
+    vf g = load_part(t.grad + i, n - i) + adam->kl_weight * load(grad_kl + i);
+    vf m = load_part(t.mean + i, n - i), v = load_part(t.square + i, n - i);
     m += (1.0f - adam->beta1) * (g - m);
     v = adam->beta2 * v + (1.0f - adam->beta2) * g * g;
-    store_part(mean + i, m, n - i);
-    store_part(square + i, v, n - i);
-    store_part(x + i, load_part(x + i, n - i) - rate * m / (square_root(v) * per_deviation + epsilon), n - i);
+    store_part(t.mean + i, m, n - i);
+    store_part(t.square + i, v, n - i);
+    store_part(t.x + i, load_part(t.x + i, n - i) - rate * m / (square_root(v) * per_deviation + epsilon), n - i);
   }
 }
 
 /* Adam's step (Kingma and Ba, 2015) with the gradient of the KL, which is made here, added to the one that is given. */
-TARGET static void adam_block(const struct adam *adam, float *theta, const float *grad_theta, float *mean_theta,
-                              float *square_theta, float *log_sigma2, const float *grad_log_sigma2,
-                              float *mean_log_sigma2, float *square_log_sigma2, ptrdiff_t n) {
+TARGET static void adam_block(const struct adam *adam, struct trained theta, struct trained log_sigma2, ptrdiff_t n) {
   for (ptrdiff_t i = 0; i < n; i += CHUNK) {
     float kl_theta[CHUNK] = {0}, kl_log_sigma2[CHUNK] = {0};
     const ptrdiff_t count = n - i < CHUNK ? n - i : CHUNK;
-    kl_block(theta + i, log_sigma2 + i, kl_theta, kl_log_sigma2, count);
-    adam_chunk(adam, adam->rates[0], theta + i, grad_theta + i, kl_theta, mean_theta + i, square_theta + i, count);
-    adam_chunk(adam, adam->rates[1], log_sigma2 + i, grad_log_sigma2 + i, kl_log_sigma2, mean_log_sigma2 + i,
-               square_log_sigma2 + i, count);
+    kl_block(theta.x + i, log_sigma2.x + i, kl_theta, kl_log_sigma2, count);
+    adam_chunk(adam, adam->theta_rate, trained_from(&theta, i), kl_theta, count);
+    adam_chunk(adam, adam->log_sigma2_rate, trained_from(&log_sigma2, i), kl_log_sigma2, count);
   }
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.loading import BEST, lanes, required
-from sparsevd.kernels.structs import AdamStruct
+from sparsevd.kernels.structs import AdamStruct, LinearStruct, TrainedStruct
 
 
 def kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -67,9 +67,11 @@ def adam_step_(*tensors: Tensor, settings: Sequence[float], instruction_set: int
     """
     if len(tensors) != 8 or len(settings) != 7:
         raise ArgumentError(f"Adam takes 8 tensors and 7 settings, not {len(tensors)} and {len(settings)}")
-    adam = AdamStruct(*settings[:5], tuple(settings[5:]))
+    adam = AdamStruct(*settings)
     given = door.addresses("θ gradient mean square log_σ² gradient mean square", tensors)
-    required().sparsevd_adam(*_common(instruction_set, tensors[0]), ctypes.addressof(adam), *given)
+    theta, log_sigma2 = TrainedStruct(*given[:4]), TrainedStruct(*given[4:])
+    pair = ctypes.byref(theta), ctypes.byref(log_sigma2)
+    required().sparsevd_adam(*_common(instruction_set, tensors[0]), ctypes.byref(adam), *pair)
 
 
 def sample_(
@@ -128,18 +130,12 @@ def linear_forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, log_sigma2: Tensor, seed: int
 ) -> tuple[Tensor, Tensor]:
     """A sample of a fully-connected layer's output (eq. 17), and its slope with respect to δ, in one call."""
-    outs, ins, rows = _sizes(weight, input)
-    given = [
-        door.address("input", input, (*input.shape[:-1], ins)),
-        door.address("weight", weight, (outs, ins)),
-        door.address("log_σ²", log_sigma2, (outs, ins)),
-        None if bias is None else door.address("bias", bias, (outs,)),
-    ]
-    output = input.new_empty(*input.shape[:-1], outs)
-    slope, squared, sigma2 = torch.empty_like(output), torch.empty_like(input), torch.empty_like(weight)
-    ours = (output, slope, squared, sigma2)
-    common = (BEST, torch.get_num_threads(), rows)
-    required().sparsevd_linear_forward(*common, seed, ins, outs, _sgemm(), *given, *map(_pointer, ours))
+    layer, _kept = _layer(input, weight, log_sigma2, with_sigma2=True)
+    given = None if bias is None else door.address("bias", bias, weight.shape[:1])
+    output = input.new_empty(*input.shape[:-1], weight.shape[0])
+    slope = torch.empty_like(output)
+    common = BEST, torch.get_num_threads(), ctypes.byref(layer)
+    required().sparsevd_linear_forward(*common, seed, given, output.data_ptr(), slope.data_ptr())
     return output, slope
 
 
@@ -147,22 +143,31 @@ def linear_backward(
     grad: Tensor, slope: Tensor, input: Tensor, weight: Tensor, log_sigma2: Tensor, with_bias: bool, with_input: bool
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor]:
     """The gradients of input, weight, bias and log σ²."""
+    layer, _kept = _layer(input, weight, log_sigma2, with_sigma2=with_input)
+    shape = (*input.shape[:-1], weight.shape[0])
+    given = door.address("gradient", grad, shape), door.address("slope", slope, shape)
+    grad_weight, grad_log_sigma2, delta = torch.empty_like(weight), torch.empty_like(weight), torch.empty_like(grad)
+    grad_bias = weight.new_empty(weight.shape[0]) if with_bias else None
+    grad_input = torch.empty_like(input) if with_input else None
+    ours = (grad_weight, grad_log_sigma2, grad_bias, grad_input, delta)
+    common = BEST, torch.get_num_threads(), ctypes.byref(layer)
+    required().sparsevd_linear_backward(*common, *given, *map(_pointer, ours))
+    return grad_input, grad_weight, grad_bias, grad_log_sigma2
+
+
+def _layer(
+    input: Tensor, weight: Tensor, log_sigma2: Tensor, with_sigma2: bool
+) -> tuple[LinearStruct, tuple[Tensor, Tensor | None]]:
+    """A fully-connected layer and its batch as C gets them, and the scratch memory that must live as long."""
     outs, ins, rows = _sizes(weight, input)
-    given = [
-        door.address("gradient", grad, (*input.shape[:-1], outs)),
-        door.address("slope", slope, (*input.shape[:-1], outs)),
+    given = (
         door.address("input", input, (*input.shape[:-1], ins)),
         door.address("weight", weight, (outs, ins)),
         door.address("log_σ²", log_sigma2, (outs, ins)),
-    ]
-    grad_weight, grad_log_sigma2 = torch.empty_like(weight), torch.empty_like(weight)
-    grad_bias = weight.new_empty(outs) if with_bias else None
-    grad_input, sigma2 = (torch.empty_like(input), torch.empty_like(weight)) if with_input else (None, None)
-    delta, squared = torch.empty_like(grad), torch.empty_like(input)
-    ours = (grad_weight, grad_log_sigma2, grad_bias, grad_input, delta, squared, sigma2)
-    common = (BEST, torch.get_num_threads(), rows)
-    required().sparsevd_linear_backward(*common, ins, outs, _sgemm(), *given, *map(_pointer, ours))
-    return grad_input, grad_weight, grad_bias, grad_log_sigma2
+    )
+    squared, sigma2 = torch.empty_like(input), torch.empty_like(weight) if with_sigma2 else None
+    scratch = squared.data_ptr(), _pointer(sigma2)
+    return LinearStruct(rows, ins, outs, _sgemm(), *given, *scratch), (squared, sigma2)
 
 
 def _sizes(weight: Tensor, input: Tensor) -> tuple[int, int, int]:
@@ -189,6 +194,6 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _common(instruction_set: int, tensor: Tensor) -> tuple[int, int, int]:
-    if not lanes(instruction_set):
+    if instruction_set != BEST and not lanes(instruction_set):
         raise ArgumentError(f"this machine has no instruction set {instruction_set!r}")
     return instruction_set, torch.get_num_threads(), tensor.numel()

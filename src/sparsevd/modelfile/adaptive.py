@@ -1,4 +1,4 @@
-"""The adaptive binary coder of the model file in Python: the oracle of `kernels/pack.c`, and what works without it.
+"""The adaptive binary coder of the model file in Python: the oracle of `kernels/adaptive.h`, and what works without it.
 
 Every decision is predicted by a few counters, whose opinions a small mixer weighs, and is then coded arithmetically.
 Counters and mixer learn from the decision, in the encoder as in the decoder, so no tables travel in the file. All of it
@@ -55,7 +55,7 @@ class AdaptiveCoder:
 
     def __init__(self, data: bytes | None = None):
         self.decoding = data is not None
-        self.priming = False
+        self.learning = False
         self.bits = 0.0  # what the decisions cost by their probabilities; an encoder's account
         self._probability = [1 << 31] * COUNTERS  # of a one, of 2³²
         self._seen = [0] * COUNTERS
@@ -76,7 +76,7 @@ class AdaptiveCoder:
         usual = FREE_DECISIONS + SLOW_DECISIONS_PER_BYTE * len(self._in)
         self._budget = min(usual + more, self._possible)
 
-    def learn_from(self, other: "AdaptiveCoder") -> None:
+    def prime_from(self, other: "AdaptiveCoder") -> None:
         """Know all that another has learned."""
         self._probability, self._seen = other._probability.copy(), other._seen.copy()
         self._weights, self._mixed = [weights.copy() for weights in other._weights], other._mixed.copy()
@@ -92,7 +92,7 @@ class AdaptiveCoder:
 
     def decide(self, bit: int, probability: int) -> int:
         """One binary decision with a given probability of a one, of 65536."""
-        if self.priming:
+        if self.learning:
             return bit
         if probability < CERTAIN:
             probability = CERTAIN

@@ -1,4 +1,4 @@
-"""How bytes and matrices become binary decisions, in Python; `kernels/pack.c` is the same in C. See docs/format.md.
+"""How bytes and matrices become binary decisions, in Python; `kernels/coder.c` is the same in C. See docs/format.md.
 
 A matrix is told as: which rows and columns hold anything, then for each place where both do whether there is a number,
 and the number: sign, exponent, mantissa. The contexts are what Sparse VD leaves behind: dead rows and columns,
@@ -56,13 +56,13 @@ class PythonCoder:
 
     def prime(self, known: bytes) -> None:
         """Know all that can be learned from bytes that both sides have."""
-        self._coder.learn_from(_primed(known)._coder)
+        self._coder.prime_from(_primed(known)._coder)
 
     def learn(self, known: bytes) -> "PythonCoder":
-        """Learn from bytes, one by one; `prime` has what was learned before."""
-        self._coder.priming = True
+        """Learn from bytes, one by one; `prime` takes over what was learned before."""
+        self._coder.learning = True
         self.code_bytes(bytearray(known))
-        self._coder.priming = False
+        self._coder.learning = False
         return self
 
     def finish(self) -> bytes:

@@ -189,10 +189,11 @@ def _test_case(graph: Graph, example: Tensor) -> tuple[Tensor, Tensor]:
     return image, expected
 
 
-# What a kernel file defines for the whole file: macros, types, functions; and how the names begin that it pastes.
+_PARTS = ("inference", "vectors", "tiles", "product", "packing", "steps")  # each uses those before it
+# What the kernels define for the whole file: macros, types, functions, tables; and how the names begin that they paste.
 _DEFINITION = re.compile(
     r"^#define (\w+)|^typedef .* (\w+) __attribute__|^(?:struct|enum) (\w+) \{"
-    r"|^(?:INLINE|TARGET|static)\b[\w *]*?(\w+)\(|(?<!#)\b(\w+)##",
+    r"|^(?:INLINE|TARGET|static|typedef)\b[\w *]*?(\w+)[(\[]|(?<!#)\b(\w+)##",
     re.MULTILINE,
 )
 _ENUM = re.compile(r"^enum \w+ \{(.*?)\}", re.MULTILINE | re.DOTALL)
@@ -201,7 +202,7 @@ _TOKEN = re.compile(r'/\*.*?\*/|"[^"\n]*"|\b[A-Za-z_]\w*', re.DOTALL)
 
 def _kernels(name: str) -> str:
     """The kernels of inference as one text, with the network's name before each of theirs."""
-    text = "\n".join((SOURCES / file).read_text(encoding="utf-8") for file in ("inference.h", "vectors.h", "sparse.h"))
+    text = "\n".join((SOURCES / f"{part}.h").read_text(encoding="utf-8") for part in _PARTS)
     text = re.sub(r'^#include "\w+\.h"\n', "", text, flags=re.MULTILINE)
     own = {"LANES", "TARGET"} | {word for match in _DEFINITION.findall(text) for word in match if word}
     own |= {word for constants in _ENUM.findall(text) for word in re.findall(r"\w+", constants)}

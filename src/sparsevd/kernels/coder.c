@@ -1,160 +1,7 @@
-/* The adaptive binary coder of the model file, and how numbers become its binary decisions; docs/format.md specifies both.
+/* How bytes and matrices become the binary decisions of adaptive.h, and the C ABI of both; docs/format.md specifies it.
+   modelfile/symbols.py is the same in Python: change both together. */
 
-   Everything is integer arithmetic, so that every machine makes the same bytes and reads the same numbers. Each function
-   serves both directions: an encoder is given the value and returns it, a decoder ignores what it is given and returns
-   what the file says. sparsevd/pack/adaptive.py and symbols.py are the same in Python: change both together. */
-
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define LARGEST_STRETCH 3071 /* of the logistic domain: 12, in steps of 1/256 */
-#define CERTAIN 16           /* no probability is nearer to 0 or 1 than this, of 65536 */
-#define DECISIONS_PER_BYTE 22720 /* at least: a decision costs at least -log2(1 - 16/65536) bits */
-#define COUNT_LIMIT 1023
-#define RATE_LIMIT 4095
-#define MAX_INPUTS 4
-#define FIRST_WEIGHT 22000 /* a third */
-#define COUNTERS (1 << 17)
-#define MIXERS 64
-
-static uint16_t squash_table[2 * LARGEST_STRETCH + 1]; /* stretch -> probability of 65536 */
-static int16_t stretch_table[65537];
-static uint16_t step_table[COUNT_LIMIT + 1], trust_table[COUNT_LIMIT + 1], rate_table[RATE_LIMIT + 1];
-
-struct counter {
-  uint32_t probability; /* of a one, of 2^32 */
-  uint32_t seen;
-};
-
-struct mixer {
-  int32_t weights[MAX_INPUTS]; /* 65536 is one */
-  uint32_t seen;
-};
-
-struct pack {
-  struct counter counters[COUNTERS];
-  struct mixer mixers[MIXERS];
-  int decoding, failed;
-  uint8_t *out; /* encoder: what is written */
-  size_t size, capacity;
-  const uint8_t *in; /* decoder: what is read */
-  size_t length, position;
-  int64_t budget;
-  uint32_t low, range, code;
-  int priming;        /* only learn: nothing is written or read */
-  const float *price; /* encoder: bits of a decision by its probability of 4096, for the account, or null */
-  double *account;    /* where the bits go at present */
-  double positions, values;
-};
-
-__attribute__((constructor)) static void make_tables(void) {
-  uint64_t e = 1ull << 32; /* e^(-k/256) */
-  for (int k = 0; k <= LARGEST_STRETCH; k++) {
-    uint64_t p = (1ull << 48) / ((1ull << 32) + e);
-    squash_table[LARGEST_STRETCH + k] = (uint16_t)p;
-    squash_table[LARGEST_STRETCH - k] = (uint16_t)(65536 - p);
-    e = e * 4278222849ull >> 32; /* e^(-1/256) */
-  }
-  int x = 0;
-  for (int p = 0; p <= 65536; p++) {
-    while (x < 2 * LARGEST_STRETCH && squash_table[x] < p) x++;
-    stretch_table[p] = (int16_t)(x - LARGEST_STRETCH);
-  }
-  for (int n = 0; n <= COUNT_LIMIT; n++) {
-    step_table[n] = (uint16_t)(655360 / (10 * n + 16));
-    trust_table[n] = (uint16_t)(65536 * 2 * n / (2 * n + 3));
-  }
-  for (int n = 0; n <= RATE_LIMIT; n++) rate_table[n] = (uint16_t)(131 + 235930 / (200 + n));
-}
-
-static void put_byte(struct pack *s, uint8_t byte) {
-  if (s->size == s->capacity) {
-    size_t capacity = s->capacity ? 2 * s->capacity : 4096;
-    uint8_t *grown = realloc(s->out, capacity);
-    if (!grown) {
-      s->failed = 1;
-      return;
-    }
-    s->out = grown;
-    s->capacity = capacity;
-  }
-  s->out[s->size++] = byte;
-}
-
-static void carry(struct pack *s) {
-  for (size_t i = s->size; i-- > 0 && ++s->out[i] == 0;) {
-  }
-}
-
-static uint8_t next_byte(struct pack *s) { return s->position < s->length ? s->in[s->position++] : 0; }
-
-/* One binary decision with a given probability of a one, of 65536. */
-static int decide(struct pack *s, int bit, uint32_t probability) {
-  if (probability < CERTAIN) probability = CERTAIN;
-  if (probability > 65536 - CERTAIN) probability = 65536 - CERTAIN;
-  if (s->priming) return bit;
-  if (s->price) *s->account += s->price[(bit ? probability : 65536 - probability) >> 4];
-  uint32_t bound = (s->range >> 16) * probability;
-  if (s->decoding) {
-    if (--s->budget < 0) s->failed = 1;
-    bit = s->code < bound;
-    if (!bit) s->code -= bound;
-  } else if (!bit) {
-    uint32_t before = s->low;
-    s->low += bound;
-    if (s->low < before) carry(s);
-  }
-  s->range = bit ? bound : s->range - bound;
-  while (s->range < 1u << 24) {
-    if (s->decoding)
-      s->code = s->code << 8 | next_byte(s);
-    else
-      put_byte(s, (uint8_t)(s->low >> 24));
-    s->low <<= 8;
-    s->range <<= 8;
-  }
-  return bit;
-}
-
-/* One decision predicted by n counters, whose opinions a mixer weighs. */
-static int code_bit(struct pack *s, int bit, int mixer_number, const int *contexts, int n) {
-  struct mixer *mixer = &s->mixers[mixer_number];
-  struct counter *counters[MAX_INPUTS];
-  int32_t inputs[MAX_INPUTS];
-  int64_t dot = (int64_t)mixer->weights[n] * 256;
-  for (int i = 0; i < n; i++) {
-    counters[i] = &s->counters[contexts[i]];
-    inputs[i] = stretch_table[counters[i]->probability >> 16] * (int32_t)trust_table[counters[i]->seen] >> 16;
-    dot += (int64_t)mixer->weights[i] * inputs[i];
-  }
-  inputs[n] = 256;
-  dot >>= 16;
-  if (dot > LARGEST_STRETCH) dot = LARGEST_STRETCH;
-  if (dot < -LARGEST_STRETCH) dot = -LARGEST_STRETCH;
-  int32_t probability = squash_table[dot + LARGEST_STRETCH];
-  bit = decide(s, bit, (uint32_t)probability);
-
-  int64_t step = ((int64_t)(bit << 16) - probability) * rate_table[mixer->seen] >> 8;
-  if (mixer->seen < RATE_LIMIT) mixer->seen++;
-  for (int i = 0; i <= n; i++) {
-    int64_t weight = mixer->weights[i] + (step * inputs[i] >> 16);
-    mixer->weights[i] = (int32_t)(weight > 1 << 20 ? 1 << 20 : weight < -(1 << 20) ? -(1 << 20) : weight);
-  }
-  for (int i = 0; i < n; i++) {
-    int64_t distance = (bit ? 0xFFFFFFFFll : 0) - (int64_t)counters[i]->probability;
-    counters[i]->probability += (uint32_t)(distance * step_table[counters[i]->seen] >> 16);
-    if (counters[i]->seen < COUNT_LIMIT) counters[i]->seen++;
-  }
-  return bit;
-}
-
-static uint32_t code_raw(struct pack *s, uint32_t value, int bits) {
-  uint32_t result = 0;
-  while (bits-- > 0) result = result << 1 | (uint32_t)decide(s, value >> bits & 1, 32768);
-  return result;
-}
+#include "adaptive.h"
 
 /* Regions of the counters, and the mixers. */
 enum {
@@ -182,7 +29,7 @@ enum {
 static int bucket(int n) { return n < 5 ? n : n < 7 ? 5 : n < 10 ? 6 : n < 16 ? 7 : n < 32 ? 8 : 9; }
 static int at_most(int n, int most) { return n < most ? n : most; }
 
-int sparsevd_pack_bytes(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+int sparsevd_coder_bytes(struct coder *s, uint8_t *bytes, ptrdiff_t n) {
   uint32_t before = 0;
   for (ptrdiff_t i = 0; i < n && !s->failed; i++) {
     int node = 1, order1 = (int)(before & 255), order2 = (int)((before & 0xFFFF) * 40503u >> 4 & 0x3FFF);
@@ -209,14 +56,14 @@ struct place {                 /* what is known around the number to be coded */
 
 static int sign_of(int32_t value) { return value ? 1 + (value > 0) : 0; }
 
-static int code_sign(struct pack *s, int negative, const struct place *at) {
+static int code_sign(struct coder *s, int negative, const struct place *at) {
   int left = sign_of(at->left), above = sign_of(at->above), behind = sign_of(at->behind);
   int contexts[2] = {SIGNS_AT + left * 9 + above * 3 + behind, SIGNS_AT + 32 + at->column_sign * 3 + left};
   return code_bit(s, negative, SIGN_MIXER, contexts, 2);
 }
 
 /* The exponent of an integer in unary, with the exponents around it as context; then what follows its first bit. */
-static int32_t code_integer(struct pack *s, int32_t value, struct place *at) {
+static int32_t code_integer(struct coder *s, int32_t value, struct place *at) {
   uint32_t magnitude = (uint32_t)(value < 0 ? -(int64_t)value : value);
   int negative = code_sign(s, value < 0, at);
   int length = 0;
@@ -245,7 +92,7 @@ static int32_t code_integer(struct pack *s, int32_t value, struct place *at) {
 }
 
 /* The bits of a float32 whose last 23 - mantissa bits are zero. */
-static int32_t code_float(struct pack *s, int32_t value, struct place *at, int mantissa) {
+static int32_t code_float(struct coder *s, int32_t value, struct place *at, int mantissa) {
   uint32_t bits = (uint32_t)value;
   int negative = code_sign(s, (int)(bits >> 31), at);
   uint32_t node = 1;
@@ -314,7 +161,7 @@ static int make_columns(struct columns *c, ptrdiff_t n, ptrdiff_t width, ptrdiff
 }
 
 /* Which rows and columns hold anything. */
-static void code_living(struct pack *s, uint8_t *rows, ptrdiff_t n_rows, struct columns *columns, ptrdiff_t width,
+static void code_living(struct coder *s, uint8_t *rows, ptrdiff_t n_rows, struct columns *columns, ptrdiff_t width,
                         ptrdiff_t plane, const int32_t *hint) {
   for (ptrdiff_t r = 0; r < n_rows && !s->failed; r++) {
     int context = ROWS_AT + (r > 0 ? rows[r - 1] : 0) + 2 * (r > 1 ? rows[r - 2] : 0);
@@ -331,7 +178,7 @@ static void code_living(struct pack *s, uint8_t *rows, ptrdiff_t n_rows, struct 
   }
 }
 
-static void code_row(struct pack *s, int32_t *row, struct columns *columns, ptrdiff_t width, ptrdiff_t plane,
+static void code_row(struct coder *s, int32_t *row, struct columns *columns, ptrdiff_t width, ptrdiff_t plane,
                      int vector, int mantissa) {
   int flags = FLAGS_AT + (vector ? 3 << 12 : 0), mixer = vector ? VECTOR_FLAG_MIXER : FLAG_MIXER;
   struct place at = {0};
@@ -376,8 +223,8 @@ static void code_row(struct pack *s, int32_t *row, struct columns *columns, ptrd
 /* A matrix of integers (mantissa < 0) or of float32 bits. width and plane say how many columns back the places above and
    behind are, or 0. hint, or null, says of each column how many numbers the row of the matrix before has that feeds it.
    Returns 0, or 1 when the file is not one that an encoder has made. */
-int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t width,
-                         ptrdiff_t plane, const int32_t *hint, int mantissa) {
+int sparsevd_coder_matrix(struct coder *s, int32_t *values, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t width,
+                          ptrdiff_t plane, const int32_t *hint, int mantissa) {
   if (rows == 0 || columns == 0) return s->failed;
   s->account = &s->positions;
   int vector = rows == 1;
@@ -402,22 +249,22 @@ int sparsevd_pack_matrix(struct pack *s, int32_t *values, ptrdiff_t rows, ptrdif
 }
 
 /* Learn from bytes that both sides know. */
-void sparsevd_pack_prime(struct pack *s, uint8_t *bytes, ptrdiff_t n) {
+void sparsevd_coder_learn(struct coder *s, uint8_t *bytes, ptrdiff_t n) {
   int decoding = s->decoding;
-  s->priming = 1, s->decoding = 0;
-  sparsevd_pack_bytes(s, bytes, n);
-  s->priming = 0, s->decoding = decoding;
+  s->learning = 1, s->decoding = 0;
+  sparsevd_coder_bytes(s, bytes, n);
+  s->learning = 0, s->decoding = decoding;
 }
 
-/* Know all that another has learned. */
-void sparsevd_pack_learn_from(struct pack *s, const struct pack *other) {
+/* Know all that another has learned: copying it takes less time than learning it anew. */
+void sparsevd_coder_prime_from(struct coder *s, const struct coder *other) {
   memcpy(s->counters, other->counters, sizeof s->counters);
   memcpy(s->mixers, other->mixers, sizeof s->mixers);
 }
 
 /* An encoder when data is null, else a decoder of it, which must stay in place. Null when there is no memory. */
-struct pack *sparsevd_pack_open(const uint8_t *data, ptrdiff_t length, const float *price) {
-  struct pack *s = calloc(1, sizeof *s);
+struct coder *sparsevd_coder_open(const uint8_t *data, ptrdiff_t length, const float *price) {
+  struct coder *s = calloc(1, sizeof *s);
   if (!s) return NULL;
   for (int i = 0; i < COUNTERS; i++) s->counters[i].probability = 1u << 31;
   for (int i = 0; i < MIXERS; i++)
@@ -436,10 +283,10 @@ struct pack *sparsevd_pack_open(const uint8_t *data, ptrdiff_t length, const flo
 }
 
 /* Bits spent so far: on positions, and on values and bytes. */
-void sparsevd_pack_account(const struct pack *s, double *bits) { bits[0] = s->positions, bits[1] = s->values; }
+void sparsevd_coder_account(const struct coder *s, double *bits) { bits[0] = s->positions, bits[1] = s->values; }
 
 /* Write the fewest bytes that tell the last range; after them a decoder reads zeros. Returns the size, or -1. */
-ptrdiff_t sparsevd_pack_finish(struct pack *s) {
+ptrdiff_t sparsevd_coder_finish(struct coder *s) {
   int keep = 0;
   uint64_t value = 0;
   for (; keep <= 4; keep++) {
@@ -452,9 +299,9 @@ ptrdiff_t sparsevd_pack_finish(struct pack *s) {
   return s->failed ? -1 : (ptrdiff_t)s->size;
 }
 
-const uint8_t *sparsevd_pack_written(const struct pack *s) { return s->out; }
+const uint8_t *sparsevd_coder_written(const struct coder *s) { return s->out; }
 
-void sparsevd_pack_close(struct pack *s) {
+void sparsevd_coder_close(struct coder *s) {
   free(s->out);
   free(s);
 }

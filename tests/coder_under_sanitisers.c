@@ -1,4 +1,4 @@
-/* Feeds random bytes to the decoder of pack.c, and reads back what the encoder writes, with tightly allocated arrays. The
+/* Feeds random bytes to the decoder of coder.c, and reads back what the encoder writes, with tightly allocated arrays. The
    sanitisers see reads and writes past the end and overflows; results are checked by test_pack.py. */
 
 #include <stddef.h>
@@ -7,14 +7,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-struct pack;
-struct pack *sparsevd_pack_open(const uint8_t *, ptrdiff_t, const float *);
-void sparsevd_pack_prime(struct pack *, uint8_t *, ptrdiff_t);
-int sparsevd_pack_bytes(struct pack *, uint8_t *, ptrdiff_t);
-int sparsevd_pack_matrix(struct pack *, int32_t *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, const int32_t *, int);
-ptrdiff_t sparsevd_pack_finish(struct pack *);
-const uint8_t *sparsevd_pack_written(const struct pack *);
-void sparsevd_pack_close(struct pack *);
+struct coder;
+struct coder *sparsevd_coder_open(const uint8_t *, ptrdiff_t, const float *);
+void sparsevd_coder_learn(struct coder *, uint8_t *, ptrdiff_t);
+int sparsevd_coder_bytes(struct coder *, uint8_t *, ptrdiff_t);
+int sparsevd_coder_matrix(struct coder *, int32_t *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, const int32_t *, int);
+ptrdiff_t sparsevd_coder_finish(struct coder *);
+const uint8_t *sparsevd_coder_written(const struct coder *);
+void sparsevd_coder_close(struct coder *);
 
 static uint32_t state = 1;
 static uint32_t draw(uint32_t below) {
@@ -35,13 +35,13 @@ int main(void) {
     ptrdiff_t length = draw(200); /* random bytes */
     uint8_t *data = malloc((size_t)length + !length);
     for (ptrdiff_t i = 0; i < length; i++) data[i] = (uint8_t)(runs % 3 ? draw(256) : 255 * draw(2));
-    struct pack *decoder = sparsevd_pack_open(data, length, NULL);
-    sparsevd_pack_bytes(decoder, text, 20);
+    struct coder *decoder = sparsevd_coder_open(data, length, NULL);
+    sparsevd_coder_bytes(decoder, text, 20);
     for (int i = 0; i < 3; i++) {
       memset(values, 0, n * sizeof *values);
-      sparsevd_pack_matrix(decoder, values, rows, columns, width, plane, runs % 2 ? hint : NULL, mantissa);
+      sparsevd_coder_matrix(decoder, values, rows, columns, width, plane, runs % 2 ? hint : NULL, mantissa);
     }
-    sparsevd_pack_close(decoder);
+    sparsevd_coder_close(decoder);
     free(data);
 
     int32_t *again = calloc(n ? n : 1, sizeof *again); /* there and back */
@@ -51,17 +51,17 @@ int main(void) {
                   : mantissa < 0 ? sign * (int32_t)(1 + draw(1u << draw(20)))
                                  : (int32_t)((draw(1u << 16) << 16 | draw(1u << 16)) & ~((1u << (23 - mantissa)) - 1));
     }
-    struct pack *encoder = sparsevd_pack_open(NULL, 0, NULL);
-    sparsevd_pack_prime(encoder, text, 20);
-    sparsevd_pack_matrix(encoder, values, rows, columns, width, plane, hint, mantissa);
-    ptrdiff_t size = sparsevd_pack_finish(encoder);
+    struct coder *encoder = sparsevd_coder_open(NULL, 0, NULL);
+    sparsevd_coder_learn(encoder, text, 20);
+    sparsevd_coder_matrix(encoder, values, rows, columns, width, plane, hint, mantissa);
+    ptrdiff_t size = sparsevd_coder_finish(encoder);
     uint8_t *copy = malloc((size_t)size + !size);
-    if (size) memcpy(copy, sparsevd_pack_written(encoder), (size_t)size);
-    struct pack *reader = sparsevd_pack_open(copy, size, NULL);
-    sparsevd_pack_prime(reader, text, 20);
-    int failed = sparsevd_pack_matrix(reader, again, rows, columns, width, plane, hint, mantissa);
+    if (size) memcpy(copy, sparsevd_coder_written(encoder), (size_t)size);
+    struct coder *reader = sparsevd_coder_open(copy, size, NULL);
+    sparsevd_coder_learn(reader, text, 20);
+    int failed = sparsevd_coder_matrix(reader, again, rows, columns, width, plane, hint, mantissa);
     if (failed || memcmp(values, again, n * sizeof *values)) return 1;
-    sparsevd_pack_close(encoder), sparsevd_pack_close(reader);
+    sparsevd_coder_close(encoder), sparsevd_coder_close(reader);
     free(copy), free(values), free(again), free(hint);
   }
   printf("%d runs\n", runs);
