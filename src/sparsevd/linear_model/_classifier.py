@@ -12,7 +12,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from sparsevd.posterior import THRESHOLD
 from sparsevd.linear_model._checks import (
     check_positive,
     check_threshold,
@@ -25,6 +24,7 @@ from sparsevd.linear_model._design import Design
 from sparsevd.linear_model._equations import LARGEST_LOG_ALPHA, Array
 from sparsevd.linear_model._problem import Problem, State
 from sparsevd.linear_model._search import nested, refine
+from sparsevd.posterior import THRESHOLD
 
 # Nats: below this gain per round the supports are looked at again.
 QUIET = 0.1

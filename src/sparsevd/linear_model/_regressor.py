@@ -10,12 +10,12 @@ from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
-from sparsevd.posterior import THRESHOLD
 from sparsevd.linear_model._checks import check_positive, check_threshold, dense_columns, new_data, training_data
 from sparsevd.linear_model._design import Design
 from sparsevd.linear_model._equations import LARGEST_LOG_ALPHA, Array
 from sparsevd.linear_model._problem import Problem
 from sparsevd.linear_model._search import best_state
+from sparsevd.posterior import THRESHOLD
 
 
 class SparseVDRegressor(RegressorMixin, BaseEstimator):

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
+from sparsevd.layers.modes import modes_restored
 from sparsevd.training.data import Augmented, Data, batches, checked
 from sparsevd.zoo import datasets, models
 
@@ -97,19 +98,15 @@ def split(train: Data, val_size: int, seed: int) -> tuple[datasets.Pair, dataset
 
 def try_one_batch(model: nn.Module, train: Data, described: str) -> Tensor:
     """The first inputs. A model that does not fit its data fails here, in a sentence, and not while it trains."""
-    modes = {module: module.training for module in model.modules()}
     try:
         x, y = next(batches(train, 2, shuffle=False), (None, None))
         if x is None or y is None:
             raise ValueError("it gives no batch")
-        with torch.no_grad():
+        with torch.no_grad(), modes_restored(model):
             F.cross_entropy(model.eval()(x), y)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise ArgumentError(f"{described}: {error}") from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
-    return x
+    return cast(Tensor, x)
 
 
 def called(reference: str) -> Any:
