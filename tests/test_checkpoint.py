@@ -24,6 +24,7 @@ from sparsevd.training.checkpoint import Checkpoint, load_weights
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics, History
 from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.restoration import described
 from sparsevd.training.schedule import Schedule
 
 
@@ -153,8 +154,7 @@ def test_weights_go_into_dense_and_sparse_models(tmp_path):
     load_weights(sparse, tmp_path / "dense")
     assert torch.equal(sparse[0].weight, dense[0].weight)
     assert (sparse[0].log_sigma2 == INITIAL_LOG_SIGMA2).all()
-    layers = {"0": {"type": "SparseLinear", "threshold": 3.0, "of": "0"}}
-    Checkpoint(dict(sparse.state_dict()), layers=layers).save(tmp_path / "sparse")
+    Checkpoint(dict(sparse.state_dict()), posteriors=described(sparse)).save(tmp_path / "sparse")
     other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     load_weights(other, tmp_path / "sparse")
     assert torch.equal(other[0].weight, dense[0].weight)
@@ -190,7 +190,7 @@ def test_starting_from_a_sparse_run_frees_every_weight(tmp_path):
     with torch.no_grad():
         model.log_sigma2.fill_(9.0)
     Posterior(model).drop(model.pruned_weight() == 0)
-    Checkpoint(dict(model.state_dict()), layers={"": {"type": "x", "threshold": 3.0, "of": ""}}).save(tmp_path / "c")
+    Checkpoint(dict(model.state_dict()), posteriors=described(model)).save(tmp_path / "c")
     fresh = sparsevd.sparsify(nn.Linear(3, 2))
     load_weights(fresh, tmp_path / "c")
     assert Posterior(fresh).alive().all()

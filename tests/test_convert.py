@@ -84,7 +84,7 @@ NETS = {
         lambda: torch.randn(8, 5, 16),
         {f"encoder.layers.{i}.self_attn{end}" for i in (0, 1) for end in ("", ".out_proj")},
     ),
-    "recurrent": (Recurrent, lambda: torch.randint(0, 20, (8, 5)), {"embed", "lstm"}),
+    "recurrent": (Recurrent, lambda: torch.randint(0, 20, (8, 5)), {"lstm"}),
 }
 
 
@@ -183,18 +183,25 @@ def test_the_model_itself_may_be_a_layer():
     assert type(sparsevd.prune(model)) is nn.Linear
 
 
-def test_dropout_becomes_identity_in_place():
+def test_dropout_stays_with_a_rate_of_zero():
+    """Not Identity: models read `p`, as BERT of Transformers does."""
     dense = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2), nn.AlphaDropout(0.1))
     model = sparsevd.sparsify(dense)
-    assert [type(module) for module in model] == [SparseLinear, nn.Identity, SparseLinear, nn.Identity]
+    assert [type(module) for module in model] == [SparseLinear, nn.Dropout, SparseLinear, nn.AlphaDropout]
+    assert [model[1].p, model[3].p] == [0.0, 0.0]
+    assert [dense[1].p, dense[3].p] == [0.5, 0.1]
     assert preview(dense).dropout_removed == ("1", "3")
+    x = torch.randn(5, 3)
+    assert torch.equal(model[1].train()(x), x)
     kept = sparsevd.sparsify(dense, keep_dropout=True)
-    assert type(kept[1]) is nn.Dropout
+    assert kept[1].p == 0.5
 
 
 def test_frozen_layers_stay_frozen():
     dense = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))
-    model = sparsevd.sparsify(dense)
+    with pytest.warns(SparseVDWarning, match="frozen: 0: its weights require no gradient"):
+        model = sparsevd.sparsify(dense)
+    assert preview(dense).frozen == ("0",)
     assert not any(p.requires_grad for p in model[0].parameters())
     assert all(p.requires_grad for p in model[1].parameters())
     assert not sparsevd.prune(model)[0].weight.requires_grad
@@ -287,7 +294,7 @@ def test_what_stays_dense_is_warned_of_and_what_changes_is_logged(caplog):
         pytest.warns(SparseVDWarning, match="left dense: lstm: LSTM"),
     ):
         sparsevd.sparsify(Recurrent())
-    assert "to Sparse VD: head" in caplog.text
+    assert "to Sparse VD: embed, head" in caplog.text
 
 
 def test_hooks_that_pruning_loses_are_warned_of():
