@@ -1,4 +1,4 @@
-"""What commit a615c58 wrote, the last of the first edition with format 1: model files, a finished run, a stopped one."""
+"""What commit a615c58 of the first edition wrote: model files, a finished run and a stopped one."""
 
 import json
 import shutil

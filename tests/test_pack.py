@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune as torch_prune
 
 import sparsevd
 from fuzz import costly, model_files, small_graphs
@@ -210,7 +211,24 @@ def test_lossless_gives_back_every_bit(state):
     data, _ = modelfile.pack(holder)
     found = modelfile.unpack(data)
     assert list(found) == list(holder.state_dict())
-    assert all(same_bits(tensor, found[name]) for name, tensor in holder.state_dict().items())
+    for name, tensor in holder.state_dict().items():
+        coded = tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) and not tensor.isnan().any()
+        assert same_bits(tensor.where(tensor != 0, 0.0) if coded else tensor, found[name])  # −0.0 is a zero
+
+
+def test_the_zeros_of_torchs_own_pruning_cost_nothing():
+    """It multiplies by a mask, and a negative weight becomes −0.0."""
+    torch.manual_seed(0)
+    layer = torch_prune.l1_unstructured(nn.Linear(60, 40), "weight", 0.95)
+    torch_prune.remove(layer, "weight")
+    assert (torch.signbit(layer.weight) & (layer.weight == 0)).any()
+    plain = copy.deepcopy(layer)
+    with torch.no_grad():
+        plain.weight.add_(0.0)
+    assert not (torch.signbit(plain.weight) & (plain.weight == 0)).any()
+    data, again = modelfile.pack(layer)[0], modelfile.pack(plain)[0]
+    assert data == again
+    assert torch.equal(modelfile.unpack(data)["weight"], layer.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

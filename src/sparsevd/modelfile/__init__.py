@@ -60,9 +60,9 @@ def save(
         path: where to; by custom it ends in .spvd.
         example: an input, with the batch as first axis. The network's graph then travels in the file, `load` needs no
             model, and numbers that cannot matter (of units that nothing reads) are written as zeros.
-        precision: "lossless" keeps every number bit for bit, also −0.0, which multiplying by a mask leaves and which
-            costs as much as any number (`sparsevd.prune` leaves 0.0). A number of bits from 2 to 16 rounds each weight
-            matrix to so many levels. "posterior", for a Sparse VD network, rounds each layer as coarsely as its σ
+        precision: "lossless" keeps every number bit for bit, but for −0.0, which multiplying by a mask leaves (as
+            torch.nn.utils.prune does) and which becomes 0.0. A number of bits from 2 to 16 rounds each weight matrix to
+            so many levels. "posterior", for a Sparse VD network, rounds each layer as coarsely as its σ
             allows.
     """
     data, _ = pack(model, example=example, precision=precision)

@@ -28,6 +28,7 @@ DTYPES = (
 )
 _EXACT = 23  # mantissa bits of a float32
 _PLAIN_MANTISSA = 8  # of parameters without a posterior beside quantised ones: a relative error below 0.2 %
+_NEGATIVE_ZERO = np.int32(-(1 << 31))
 _LARGEST = 1 << 24  # integers that a float32 holds exactly
 
 
@@ -143,9 +144,12 @@ def _entry(name: str, dtype: int, tensor: Tensor, precision: str | int | Posteri
 
 
 def _exact(name: str, dtype: int, tensor: Tensor, numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Entry:
-    """Float32 bits, without the mantissa bits that are zero in all of them."""
+    """Float32 bits, without the mantissa bits that are zero in all of them. −0.0, as a mask leaves it, is a zero."""
     entry = Entry(name, dtype, tuple(tensor.shape), Form.FLOAT)
     bits: Matrix = np.ascontiguousarray(numbers).view(np.int32).reshape(entry.matrix_shape)
+    negative_zeros = bits == _NEGATIVE_ZERO
+    if negative_zeros.any():
+        bits = np.where(negative_zeros, np.int32(0), bits)
     used = int(np.bitwise_or.reduce(bits, axis=None)) & 0x7FFFFF if bits.size else 0
     entry.mantissa = 23 - ((used & -used).bit_length() - 1) if used else 0
     entry.values = bits
