@@ -192,7 +192,7 @@ def test_pretraining_and_starting_from_a_file(user_folder):
     assert pretrained.returncode == 0, pretrained.stderr
     assert "pre-training the dense network for 2 epochs" in pretrained.stdout
     dense = user_folder / "run" / "pretrain" / "checkpoint.safetensors"
-    assert not Checkpoint.load(dense).layers
+    assert not Checkpoint.load(dense).posteriors
     again = sparsevd(*TRAIN, "--out", "other", "--epochs", 1, "--init-from", dense)
     assert again.returncode == 0, again.stderr
     first, second = (load_file(user_folder / name / "pruned.safetensors") for name in ("run", "other"))

@@ -14,11 +14,11 @@ import sparsevd
 from sparsevd import graph, modelfile
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
 from sparsevd.files.tensors import write_tensors
-from sparsevd.layers import SparseLayer
 from sparsevd.runs import compression
 from sparsevd.runs.compression import CompressConfig
 from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.restoration import described
 
 USER_CODE = """
     import torch
@@ -71,12 +71,7 @@ def finished_run(folder: Path, model: str = "mine:network") -> Path:
     solution = network if model == "mine:network" else network.inner
     solution.load_state_dict(mine.teacher().state_dict())
     sparse = sparsevd.sparsify(network, initial_log_sigma2=-6.0)
-    layers = {
-        name: {"type": "SparseLinear", "threshold": 3.0, "of": name}
-        for name, module in sparse.named_modules()
-        if isinstance(module, SparseLayer)
-    }
-    Checkpoint(dict(sparse.state_dict()), layers=layers).save(folder / "checkpoint.safetensors")
+    Checkpoint(dict(sparse.state_dict()), posteriors=described(sparse)).save(folder / "checkpoint.safetensors")
     write_tensors(folder / "pruned.safetensors", dict(sparsevd.prune(sparse).state_dict()))
     (folder / "summary.json").write_text(json.dumps({"model": model, "data": "mine:data", "config": {"seed": 5}}))
     return folder

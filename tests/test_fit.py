@@ -207,8 +207,8 @@ def stopped_after(save, count):
     """A writer of checkpoints that is interrupted after so many."""
     calls = itertools.count(1)
 
-    def saving(self, *arguments):
-        save(self, *arguments)
+    def saving(self, *arguments, **named):
+        save(self, *arguments, **named)
         if next(calls) == count:
             raise KeyboardInterrupt
 

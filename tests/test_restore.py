@@ -16,6 +16,7 @@ from sparsevd.cli import app
 from sparsevd.errors import ArgumentError, CheckpointError
 from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.restoration import described
 from sparsevd.zoo import models
 
 USER_CODE = """
@@ -32,10 +33,9 @@ def folder(tmp_path, monkeypatch):
     model = sparsevd.sparsify(models.lenet_300_100())
     for layer in (model.fc1, model.fc2, model.fc3):
         nn.init.uniform_(layer.log_sigma2, -12, 40)
-    layers = {name: {"type": "SparseLinear", "threshold": 3.0, "of": name} for name in ("fc1", "fc2", "fc3")}
     run = tmp_path / "run"
     run.mkdir()
-    Checkpoint(dict(model.state_dict()), layers=layers).save(run / "checkpoint.safetensors")
+    Checkpoint(dict(model.state_dict()), posteriors=described(model)).save(run / "checkpoint.safetensors")
     save_file(dict(sparsevd.prune(model).state_dict()), run / "pruned.safetensors")
     (run / "summary.json").write_text(json.dumps({"model": "lenet-300-100", "data": "mnist"}))
     (tmp_path / "restored_nets.py").write_text(USER_CODE)

@@ -29,6 +29,7 @@ from sparsevd.training.folder import CHECKPOINT, TrainingFolder
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.schedule import Schedule
 
 CONFIG = FitConfig(epochs=4, batch_size=10, drop_from=0.5, drop_patience=2, warm_up_end=0.25, channels_last=False)
 N = 30
@@ -132,7 +133,7 @@ def taken_apart(content: bytes, network: str, sparse: bool) -> File:
 
 
 def in_format_1(file: File) -> File:
-    """The same run as the first format has it: the history is a list in the description."""
+    """The same run as the first format has it: the history is a list in the description, and layers are described."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / CHECKPOINT
         path.write_bytes(put_together(file.about, file.tensors))
@@ -140,14 +141,31 @@ def in_format_1(file: File) -> File:
     about = json.loads(json.dumps(file.about))
     about["format"] = 1
     del about["progress"]["history_layers"], about["progress"]["metrics"]
-    about["progress"]["state"]["history"] = [asdict(metrics) for metrics in state.history]
-    tensors = {name: entry for name, entry in file.tensors.items() if not name.startswith("history.")}
+    entries = [asdict(metrics) for metrics in state.history]
+    for entry in entries:
+        del entry["val_metric"]
+    about["progress"]["state"]["history"] = entries
+    posteriors = about.pop("posteriors")
+    del about["aliases"]
+    about["layers"] = {
+        name.removesuffix("weight").removesuffix("."): {
+            "type": known["type"],
+            "threshold": known["threshold"],
+            "of": known["of"].removesuffix("weight").removesuffix("."),
+        }
+        for name, known in posteriors.items()
+    }
+    counters = {f"schedule.{name}": f"optimizer.{known['noise']}/epochs_above" for name, known in posteriors.items()}
+    tensors = {
+        counters.get(name, name): entry for name, entry in file.tensors.items() if not name.startswith("history.")
+    }
     return replace(file, about=about, tensors=tensors)
 
 
 def restored(folder: Path, file: File, model: nn.Module) -> tuple[Any, BoundAdam]:
     optimizer = BoundAdam(model, CONFIG.learning_rate)
-    state, _ = TrainingFolder(folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
+    schedule = Schedule(model, CONFIG, N)
+    state, _ = TrainingFolder(folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer, schedule)
     return state, optimizer
 
 
@@ -359,7 +377,8 @@ class Readers:
         optimizer = BoundAdam(model, CONFIG.learning_rate)
         refused = True
         with self.trial.one(f"restore run {described}", CheckpointError):
-            TrainingFolder(self.folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer)
+            schedule = Schedule(model, CONFIG, N)
+            TrainingFolder(self.folder, {**asdict(CONFIG), "n_train": N}).restore(model, optimizer, schedule)
             refused = False
         if not refused:
             self.trial.count("restored")

@@ -7,7 +7,7 @@ Known negatives: a step costs two to three dense ones; a deep network from rando
 learns.
 Departs from the original: the recipe (a higher rate that falls along a half cosine; a slow log σ² that catches up in
 the last 30 % of the run; units dropped once β = 1, weights in the last 30 %); the objective is the paper's. Dropout
-modules of the network become Identity.
+modules of the network get a rate of zero.
 """
 
 from dataclasses import dataclass, field, replace
