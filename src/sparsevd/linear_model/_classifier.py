@@ -8,20 +8,18 @@ from typing import Any, Self
 
 import numpy as np
 from scipy.special import expit, log_expit, softmax
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted
 
 from sparsevd.linear_model._checks import (
     check_positive,
     check_threshold,
     dense_columns,
-    new_data,
     one_column_per_logit,
     training_data,
 )
 from sparsevd.linear_model._design import Design
 from sparsevd.linear_model._equations import LARGEST_LOG_ALPHA, Array
+from sparsevd.linear_model._estimator import LogitClassifier
 from sparsevd.linear_model._problem import Problem, State
 from sparsevd.linear_model._search import nested, refine
 from sparsevd.posterior import THRESHOLD
@@ -178,7 +176,7 @@ class Snapshot:
     a: Array
 
 
-class SparseVDClassifier(ClassifierMixin, BaseEstimator):
+class SparseVDClassifier(LogitClassifier):
     """Logistic regression, binary or multinomial, that finds the relevant features by variational inference.
 
     The prior, the posterior and the price of a support are those of `SparseVDRegressor`, whose parameters these are;
@@ -248,25 +246,11 @@ class SparseVDClassifier(ClassifierMixin, BaseEstimator):
         self.elbo_ = fit.elbo()
         self._logits = fit.logits
 
-    def decision_function(self, X: Any) -> Array:
-        """Log-odds of `predict_proba`: E z moderated by its uncertainty, E z / √(1 + π·Var z / 8) (MacKay, 1992)."""
-        check_is_fitted(self)
-        X = new_data(self, X)
-        moments = [logit.moments(X) for logit in self._logits]
-        scores = np.column_stack([z / np.sqrt(1 + np.pi / 8 * variance) for z, variance in moments])
-        return scores.ravel() if len(self._logits) == 1 else scores
+    def _moments(self, X: Any) -> list[tuple[Array, Array]]:
+        return [logit.moments(X) for logit in self._logits]
 
     def predict_proba(self, X: Any) -> Array:
         scores = self.decision_function(X)
         if scores.ndim == 1:
             return np.column_stack([expit(-scores), expit(scores)])
         return softmax(scores, axis=1)
-
-    def predict(self, X: Any) -> Array:
-        scores = self.decision_function(X)
-        return self.classes_[(scores > 0).astype(np.intp) if scores.ndim == 1 else scores.argmax(axis=1)]
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags

@@ -6,19 +6,20 @@ import warnings
 from typing import Any, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.base import RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 
 from sparsevd.linear_model._checks import check_positive, check_threshold, dense_columns, new_data, training_data
 from sparsevd.linear_model._design import Design
 from sparsevd.linear_model._equations import LARGEST_LOG_ALPHA, Array
+from sparsevd.linear_model._estimator import LinearEstimator
 from sparsevd.linear_model._problem import Problem
 from sparsevd.linear_model._search import best_state
 from sparsevd.posterior import THRESHOLD
 
 
-class SparseVDRegressor(RegressorMixin, BaseEstimator):
+class SparseVDRegressor(RegressorMixin, LinearEstimator):
     """Linear regression that finds the relevant features by variational inference, without empirical Bayes.
 
     Every weight has the fixed log-uniform prior and the posterior N(θ, α·θ²). The bound is maximised over θ (eq. 16),
@@ -118,8 +119,3 @@ class SparseVDRegressor(RegressorMixin, BaseEstimator):
         if self.fit_intercept:
             variance = variance + self.noise_variance_ / self._total_weight
         return mean, np.sqrt(variance)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags

@@ -3,12 +3,11 @@
 # ruff: noqa: N803, N806  (X is scikit-learn's name for it)
 
 import warnings
-from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
 from scipy.special import expit
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics.pairwise import pairwise_kernels
 from sklearn.utils.validation import check_is_fitted
@@ -16,11 +15,10 @@ from sklearn.utils.validation import check_is_fitted
 from sparsevd.linear_model._checks import check_positive, dense_columns, new_data, one_column_per_logit, training_data
 from sparsevd.linear_model._design import Design
 from sparsevd.linear_model._equations import Array
+from sparsevd.linear_model._estimator import KernelMachine, LogitClassifier
 from sparsevd.linear_model._laplace import fit_classification
 from sparsevd.linear_model._marginal_likelihood import fit_regression, log_marginal_likelihood
 from sparsevd.linear_model._problem import Problem
-
-Kernel = str | Callable[[Array, Array], float]
 
 
 def basis(rvm: "RVMRegressor | RVMClassifier", X: Any, vectors: Any) -> Any:
@@ -40,7 +38,7 @@ def warn_if_stopped(rvm: "RVMRegressor | RVMClassifier", converged: bool) -> Non
         )
 
 
-class RVMRegressor(RegressorMixin, BaseEstimator):
+class RVMRegressor(RegressorMixin, KernelMachine):
     """Relevance Vector Machine for regression: every weight's prior precision fitted by empirical Bayes.
 
     Parameters
@@ -65,25 +63,6 @@ class RVMRegressor(RegressorMixin, BaseEstimator):
     covariance_ : posterior covariance of `dual_coef_`.
     noise_variance_, intercept_, log_marginal_likelihood_, n_iter_
     """
-
-    def __init__(
-        self,
-        *,
-        kernel: Kernel = "linear",
-        gamma: float | None = None,
-        degree: float = 3,
-        coef0: float = 1,
-        fit_intercept: bool = True,
-        tol: float = 1e-4,
-        max_iter: int = 10_000,
-    ) -> None:
-        self.kernel = kernel
-        self.gamma = gamma
-        self.degree = degree
-        self.coef0 = coef0
-        self.fit_intercept = fit_intercept
-        self.tol = tol
-        self.max_iter = max_iter
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         check_positive(tol=self.tol, max_iter=self.max_iter)
@@ -131,13 +110,8 @@ class RVMRegressor(RegressorMixin, BaseEstimator):
             variance = variance + self.noise_variance_ / self._total_weight
         return mean, np.sqrt(np.maximum(variance, 0))
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
 
-
-class RVMClassifier(ClassifierMixin, BaseEstimator):
+class RVMClassifier(LogitClassifier, KernelMachine):
     """Relevance Vector Machine for classification: Laplace's approximation; one machine per class if more than two.
 
     Parameters are those of `RVMRegressor`.
@@ -152,25 +126,6 @@ class RVMClassifier(ClassifierMixin, BaseEstimator):
     coef_, intercept_ : of shape (1, D) or (K, D); `coef_` for "linear" only.
     log_marginal_likelihood_, n_iter_ : summed over the machines.
     """
-
-    def __init__(
-        self,
-        *,
-        kernel: Kernel = "linear",
-        gamma: float | None = None,
-        degree: float = 3,
-        coef0: float = 1,
-        fit_intercept: bool = True,
-        tol: float = 1e-4,
-        max_iter: int = 10_000,
-    ) -> None:
-        self.kernel = kernel
-        self.gamma = gamma
-        self.degree = degree
-        self.coef0 = coef0
-        self.fit_intercept = fit_intercept
-        self.tol = tol
-        self.max_iter = max_iter
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         check_positive(tol=self.tol, max_iter=self.max_iter)
@@ -200,13 +155,9 @@ class RVMClassifier(ClassifierMixin, BaseEstimator):
                 self.coef_[k, model.support] = model.coef
         return self
 
-    def decision_function(self, X: Any) -> Array:
-        """Log-odds of each machine, E z moderated by its uncertainty, E z / √(1 + π·Var z / 8) (MacKay, 1992)."""
-        check_is_fitted(self)
-        phi = basis(self, new_data(self, X), self._vectors)
-        moments = [model.moments(phi) for model in self.models_]
-        scores = np.column_stack([z / np.sqrt(1 + np.pi / 8 * variance) for z, variance in moments])
-        return scores.ravel() if len(self.models_) == 1 else scores
+    def _moments(self, X: Any) -> list[tuple[Array, Array]]:
+        phi = basis(self, X, self._vectors)
+        return [model.moments(phi) for model in self.models_]
 
     def predict_proba(self, X: Any) -> Array:
         """Two classes: the machine's probability. More: the machines' probabilities, made to sum to one."""
@@ -215,12 +166,3 @@ class RVMClassifier(ClassifierMixin, BaseEstimator):
             return np.column_stack([expit(-scores), expit(scores)])
         odds = expit(scores)
         return odds / np.maximum(odds.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-
-    def predict(self, X: Any) -> Array:
-        scores = self.decision_function(X)
-        return self.classes_[(scores > 0).astype(np.intp) if scores.ndim == 1 else scores.argmax(axis=1)]
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
