@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, capture, cost, to_module
-from sparsevd.graph.removal import fold_batch_norms, merge_constants, needed, without_units
+from sparsevd.graph.norms import fold_batch_norms
+from sparsevd.graph.removal import merge_constants, needed, without_units
 from sparsevd.graph.units import Analysis, Read
 
 TOLERANCE = 1e-5  # of the largest output

@@ -32,23 +32,26 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def _is_int(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**31
+_MOST = 2**31 - 1
+
+
+def _int(least: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and least <= value <= _MOST
 
 
 def _ints(least: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is tuple and all(_is_int(item) and item >= least for item in value)
+    return lambda value: type(value) is tuple and all(map(_int(least), value))
 
 
 # Kind of an attribute → is this value allowed?
 KINDS: dict[str, Callable[[object], bool]] = {
-    "natural": lambda value: _is_int(value) and value >= 0,  # type: ignore[operator]
-    "positive": lambda value: _is_int(value) and value >= 1,  # type: ignore[operator]
+    "natural": _int(0),
+    "positive": _int(1),
     "naturals": _ints(0),
     "positives": _ints(1),
-    "axis": lambda value: _is_int(value) and value >= 0,  # type: ignore[operator]
+    "axis": _int(0),
     "axes": _ints(0),
-    "shape": _ints(-(2**31)),  # sizes; -k stands for k times the batch size
+    "shape": _ints(-_MOST),  # sizes; -k stands for k times the batch size
     "float": lambda value: type(value) is float and not math.isnan(value),
     "eps": lambda value: type(value) is float and 0 <= value < math.inf,
     "bool": lambda value: type(value) is bool,

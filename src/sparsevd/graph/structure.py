@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ MOST_NODES = 10_000  # the largest networks in use have 3,000; to rebuild one ta
 _ANY_TYPE = ("reshape", "expand", "permute", "slice", "select", "concat")
 _ARITHMETIC = ("add", "sub", "mul", "div", "maximum", "minimum")
 
+_Kind = TypeVar("_Kind")
+
 
 @dataclass(frozen=True)
 class Node:
@@ -33,6 +35,27 @@ class Node:
     inputs: tuple[str, ...]
     attributes: dict[str, Attribute]
     shape: tuple[int, ...]
+
+    def integer(self, key: str) -> int:
+        return self._attribute(key, int)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        return self._attribute(key, tuple)
+
+    def real(self, key: str) -> float:
+        return self._attribute(key, float)
+
+    def flag(self, key: str) -> bool:
+        return self._attribute(key, bool)
+
+    def word(self, key: str) -> str:
+        return self._attribute(key, str)
+
+    def _attribute(self, key: str, kind: type[_Kind]) -> _Kind:
+        value = self.attributes.get(key)
+        if not isinstance(value, kind):
+            raise GraphError(f"{self.op} {self.name!r}: {key}={value!r} should be of type {kind.__name__}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,7 @@ class Graph:
             raise GraphError(f"the network takes {len(expected)} inputs, not {len(inputs)}")
         for node, value in zip(expected, inputs, strict=True):
             batch = inputs[0].shape[0] if inputs[0].ndim else 0
-            if tuple(value.shape) != sizes(node.shape, batch) or value.dtype != DTYPES[str(node.attributes["dtype"])]:
+            if tuple(value.shape) != sizes(node.shape, batch) or value.dtype != DTYPES[node.word("dtype")]:
                 raise GraphError(
                     f"input {node.name} must be {describe_shape(node.shape)} of {node.attributes['dtype']}, "
                     f"not {describe_shape(tuple(value.shape))} of {str(value.dtype).removeprefix('torch.')}"
@@ -137,7 +160,7 @@ class Graph:
             try:
                 if node.op == "input":
                     check_size(node.shape)
-                    shapes[node.name], types[node.name] = node.shape, DTYPES[str(node.attributes["dtype"])]
+                    shapes[node.name], types[node.name] = node.shape, DTYPES[node.word("dtype")]
                     continue
                 shape = result_shape(node.op, [shapes[name] for name in node.inputs], node.attributes)
                 types[node.name] = _result_type(node, [types[name] for name in node.inputs])
@@ -256,7 +279,7 @@ def _plain(value: Attribute) -> str:
 def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
     """The type of a result, or TypeError. Only lookups, casts, arithmetic and moves take anything but floats."""
     if node.op == "cast":
-        return DTYPES[str(node.attributes["dtype"])]
+        return DTYPES[node.word("dtype")]
     if node.op == "embedding":
         if types[0] not in (torch.int64, torch.int32) or not types[1].is_floating_point:
             raise TypeError(f"a table of {types[1]} with indices of {types[0]}")
@@ -267,7 +290,7 @@ def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
         return types[0]
     if node.op == "sub" and torch.bool in types:
         raise TypeError("a difference of truth values")
-    if node.op == "avg_pool" and len(node.attributes["kernel"]) == 3 and types[0].itemsize < 4:  # type: ignore[arg-type]
+    if node.op == "avg_pool" and len(node.integers("kernel")) == 3 and types[0].itemsize < 4:
         raise TypeError(f"an average over three axes of {types[0]}, which torch does not have")
     if node.op in _ARITHMETIC:
         result = torch.promote_types(*types)

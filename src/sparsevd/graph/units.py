@@ -131,7 +131,7 @@ class Analysis:
 
     def _balance(self, node: Node, gone: Tensor) -> bool:
         """Groups that stay must keep equally many inputs and equally many outputs; True if that took units back."""
-        groups = int(node.attributes["groups"])  # type: ignore[arg-type]
+        groups = node.integer("groups")
         sides = [self.roots(self.units[name].ids).view(groups, -1) for name in (node.inputs[0], node.name)]
         stays = [~gone[side] for side in sides]
         alive = stays[0].any(1) | stays[1].any(1)
@@ -191,10 +191,8 @@ def _weights(a: Analysis, node: Node, outputs: int) -> tuple[Tensor, Tensor] | N
     """Weight and bias, if they are constants of this layer alone."""
     if any(name not in a.graph.constants or name in a.shared for name in node.inputs[1:]):
         return None
-    weight = a.graph.constants[node.inputs[1]].double()
-    bias = a.constant(node.inputs[2]) if len(node.inputs) > 2 else torch.zeros(outputs, dtype=torch.double)
-    assert bias is not None
-    return weight, bias
+    weight, *bias = (a.graph.constants[name].double() for name in node.inputs[1:])
+    return weight, bias[0] if bias else torch.zeros(outputs, dtype=torch.double)
 
 
 def _opaque(a: Analysis, node: Node) -> Units | None:
@@ -219,7 +217,7 @@ def _linear(a: Analysis, node: Node) -> Units | None:
 
 def _conv(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    groups = int(node.attributes["groups"])  # type: ignore[arg-type]
+    groups = node.integer("groups")
     tensors = _weights(a, node, node.shape[1])
     if tensors is None:
         return _opaque(a, node)
@@ -232,7 +230,7 @@ def _conv(a: Analysis, node: Node) -> Units | None:
         if groups > 1:
             a.blocked.append((units.ids, f"the groups of {node.name} must be of equal size"))
         return units
-    if any(node.attributes["padding"]):  # type: ignore[arg-type]
+    if any(node.integers("padding")):
         x = x.only_zero()
     per_group = len(bias) // groups
     inputs = weight.shape[1]
@@ -251,7 +249,7 @@ def _conv(a: Analysis, node: Node) -> Units | None:
 def _conv_transpose(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
     tensors = _weights(a, node, node.shape[1])
-    if tensors is None or node.attributes["groups"] != 1:
+    if tensors is None or node.integer("groups") != 1:
         return _opaque(a, node)
     weight, bias = tensors
     used = weight.flatten(2).any(2)  # (inputs, outputs)
@@ -332,27 +330,27 @@ def _pool(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
     if x is None:
         return None
-    if x.axis >= len(node.shape) - len(node.attributes["kernel"]):  # type: ignore[arg-type]
+    if x.axis >= len(node.shape) - len(node.integers("kernel")):
         return _mixes(a, node)
-    pads = any(node.attributes["padding"]) and node.attributes.get("count_padding", False)  # type: ignore[arg-type]
+    pads = node.op == "avg_pool" and any(node.integers("padding")) and node.flag("count_padding")
     return x.only_zero() if pads else x
 
 
 def _reduce(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    axes: tuple[int, ...] = node.attributes["axes"]  # type: ignore[assignment]
+    axes = node.integers("axes")
     if x is None:
         return None
     if x.axis in axes:
         return _mixes(a, node)
-    axis = x.axis if node.attributes["keep"] else x.axis - sum(reduced < x.axis for reduced in axes)
+    axis = x.axis if node.flag("keep") else x.axis - sum(reduced < x.axis for reduced in axes)
     moved = Units(axis, x.ids, x.known, x.values)
     return moved.only_zero() if node.op == "sum" else moved
 
 
 def _softmax(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    if x is None or x.axis == node.attributes["axis"]:
+    if x is None or x.axis == node.integer("axis"):
         return _mixes(a, node)
     return x.unknown()
 
@@ -384,22 +382,22 @@ def _product(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _permute(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    axes: tuple[int, ...] = node.attributes["axes"]  # type: ignore[assignment]
+    axes = node.integers("axes")
     return None if x is None else Units(axes.index(x.axis), x.ids, x.known, x.values)
 
 
 def _slice(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    if x is None or x.axis != node.attributes["axis"]:
+    if x is None or x.axis != node.integer("axis"):
         return x
-    if node.attributes["step"] != 1:
+    if node.integer("step") != 1:
         return _mixes(a, node)
-    part = slice(node.attributes["start"], node.attributes["stop"])
+    part = slice(node.integer("start"), node.integer("stop"))
     return Units(x.axis, x.ids[part], x.known[part], x.values[part])
 
 
 def _select(a: Analysis, node: Node) -> Units | None:
-    x, axis = a.units.get(node.inputs[0]), int(node.attributes["axis"])  # type: ignore[arg-type]
+    x, axis = a.units.get(node.inputs[0]), node.integer("axis")
     if x is None or x.axis == axis:
         return _mixes(a, node)
     return Units(x.axis - (axis < x.axis), x.ids, x.known, x.values)
@@ -410,7 +408,7 @@ def _concat(a: Analysis, node: Node) -> Units | None:
     if len(parts) != len(node.inputs) or len({part.axis for part in parts}) != 1:
         return _mixes(a, node)
     axis = parts[0].axis
-    if axis == node.attributes["axis"]:
+    if axis == node.integer("axis"):
         return Units(axis, *(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "known", "values")))
     known, values = parts[0].known, parts[0].values
     for part in parts[1:]:
@@ -423,10 +421,9 @@ def _pad(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
     if x is None:
         return None
-    before: tuple[int, ...] = node.attributes["before"]  # type: ignore[assignment]
-    if x.axis >= len(node.shape) - len(before):
+    if x.axis >= len(node.shape) - len(node.integers("before")):
         return _mixes(a, node)
-    same = x.values == node.attributes["value"] if node.attributes["mode"] == "constant" else True
+    same = x.values == node.real("value") if node.word("mode") == "constant" else True
     return Units(x.axis, x.ids, x.known & same, x.values)
 
 
