@@ -208,13 +208,9 @@ def test_copies_of_a_network_with_a_plan(monkeypatch):
     assert called
 
 
-class Dictionary(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
+class InATuple(nn.Sequential):
     def forward(self, x):
-        return {"logits": self.layer(x)}
+        return (super().forward(x),)
 
 
 @built
@@ -227,7 +223,7 @@ def test_why_there_is_no_plan_is_a_sentence(monkeypatch):
         "gelu": (nn.Sequential(nn.Linear(4, 3), nn.GELU()), x),
         "forward hooks": (hooked, x),
         "one input": (nn.Sequential(nn.Linear(4, 3)), {"input": x}),
-        "returns a dict": (Dictionary(), x),
+        "returns a tuple": (InATuple(nn.Linear(4, 3)), x),
     }
     for words, (model, example) in cases.items():
         fast = sparsevd.accelerate(model.eval(), example)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, capture, cost, to_module
 from sparsevd.graph.norms import fold_batch_norms
+from sparsevd.graph.outputs import parts
 from sparsevd.graph.removal import merge_constants, needed, without_units
 from sparsevd.graph.units import Analysis, Read
 
@@ -89,7 +90,7 @@ def compact(pruned: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> 
         pruned: a plain network, as `sparsevd.prune` returns it, or its graph.
         example: an input with the batch as its first axis; a tuple for several inputs.
     """
-    graph = pruned if isinstance(pruned, Graph) else capture(pruned, example)
+    graph = capture(pruned, example)
     examples = example if isinstance(example, tuple) else (example,)
     small, report = compact_graph(graph)
     difference = _difference(graph, small, examples)
@@ -128,8 +129,7 @@ def _size(graph: Graph) -> tuple[int, int, int]:
 
 def _difference(graph: Graph, small: Graph, examples: tuple[Tensor, ...]) -> float:
     """The largest difference, relative to the largest output."""
-    ours, theirs = small(*examples), graph(*examples)
-    pairs = zip(*((each,) if isinstance(each, Tensor) else each for each in (ours, theirs)), strict=True)
+    pairs = zip(parts(small(*examples))[1], parts(graph(*examples))[1], strict=True)
     ratios = [
         ((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)).item()
         for one, other in pairs

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsevd.graph import names
+from sparsevd.graph.outputs import returned
 from sparsevd.graph.structure import Graph, Node, evaluate
 
 _DEEPEST = 32  # words of a name that become modules in each other
@@ -56,8 +57,8 @@ def to_module(graph: Graph) -> nn.Module:
                 values[name] = fx.Proxy(traced.create_node("get_attr", path, name=_variable(path)), tracer)
         proxies: Any = [values[name] for name in node.inputs]  # which stand in for tensors
         values[node.name] = cast(Any, evaluate(node, proxies, batch))
-    results = tuple(values[name].node for name in graph.outputs)
-    traced.output(results[0] if len(results) == 1 else results)
+    results: Any = returned(graph.keys, tuple(values[name].node for name in graph.outputs))
+    traced.output(results)
     return fx.GraphModule(tree.root, traced, "Network").eval()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsevd.errors import GraphError
 from sparsevd.graph.operations import DTYPES, KINDS, OPS, Attribute
+from sparsevd.graph.outputs import Output, returned
 from sparsevd.graph.shapes import check_size, result_shape
 
 FORMAT = 1
@@ -62,22 +63,24 @@ class Node:
 class Graph:
     """A network: `graph(x)` computes it in plain torch for any batch size.
 
-    The inputs of the network are the nodes of op "input", in their order; `outputs` names what it returns. Constants
-    are tensors without gradient under names such as "fc1.weight"; those that were parameters of the network, and may
-    be trained further, are in `parameters`. See `sparsevd.graph` for how to use it.
+    The inputs of the network are the nodes of op "input", in their order; `outputs` names what it returns, and `keys`
+    what these are called if it returns a dict. Constants are tensors without gradient under names such as "fc1.weight";
+    those that were parameters of the network, and may be trained further, are in `parameters`. See `sparsevd.graph` for
+    how to use it.
     """
 
     nodes: tuple[Node, ...]
     constants: dict[str, Tensor]
     outputs: tuple[str, ...]
     parameters: frozenset[str] = field(default=frozenset())
+    keys: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.op == "input")
 
     @torch.no_grad()
-    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor) -> Output:
         expected = self.inputs
         if len(inputs) != len(expected):
             raise GraphError(f"the network takes {len(expected)} inputs, not {len(inputs)}")
@@ -90,8 +93,7 @@ class Graph:
                 )
         given = {node.name: value for node, value in zip(expected, inputs, strict=True)}
         values = dict(self._values(given, self.constants))
-        results = tuple(values[name] for name in self.outputs)
-        return results[0] if len(results) == 1 else results
+        return returned(self.keys, tuple(values[name] for name in self.outputs))
 
     def _values(self, given: dict[str, Tensor], constants: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Every value in turn, but only outputs are kept: what nothing reads any more is forgotten."""
@@ -150,6 +152,10 @@ class Graph:
             known.add(node.name)
         if not self.outputs or not set(self.outputs) <= {node.name for node in self.nodes}:
             raise GraphError(f"the outputs {self.outputs} must be nodes of the graph")
+        if self.keys and (len(self.keys) != len(self.outputs) or len({*self.keys}) != len(self.keys)):
+            raise GraphError(f"the keys {self.keys} must be as many as the outputs {self.outputs}, and all different")
+        if any("\n" in key for key in self.keys):
+            raise GraphError(f"a key of {self.keys} has a line break")
         if not self.parameters <= self.constants.keys():
             raise GraphError(f"the parameters {sorted(self.parameters - self.constants.keys())} are no constants")
 
@@ -193,6 +199,7 @@ class Graph:
             ],
             "outputs": list(self.outputs),
             "parameters": sorted(self.parameters),
+            **({"keys": list(self.keys)} if self.keys else {}),
         }
 
     @classmethod
@@ -216,9 +223,10 @@ class Graph:
             )
             outputs = tuple(map(_text, description["outputs"]))
             parameters = frozenset(map(_text, description["parameters"]))
+            keys = tuple(map(_text, description.get("keys", ())))
         except (KeyError, TypeError, AttributeError) as error:
             raise GraphError(f"the description of the graph is damaged: {type(error).__name__} {error}") from error
-        return cls(nodes, dict(constants), outputs, parameters).check()
+        return cls(nodes, dict(constants), outputs, parameters, keys).check()
 
     def __str__(self) -> str:
         """A table: name, operation, shape, inputs with the shapes of constants, attributes."""
@@ -236,7 +244,10 @@ class Graph:
             for row in rows
         ]
         lines.insert(1, "─" * max(map(len, lines)))
-        return "\n".join([*lines, f"returns {', '.join(self.outputs)}"])
+        results = (
+            [f"{key}: {name}" for key, name in zip(self.keys, self.outputs, strict=True)] if self.keys else self.outputs
+        )
+        return "\n".join([*lines, f"returns {', '.join(results)}"])
 
 
 def evaluate(node: Node, arguments: list[Tensor], batch: int) -> Tensor:

@@ -41,7 +41,8 @@ def described(graph: Graph, constants: list[str]) -> bytes:
         out += b"\0" if guess == node.shape else b"\1" + _attribute("shape", node.shape)
     out += varint(len(graph.outputs)) + b"".join(varint(len(graph.nodes) - 1 - places[name]) for name in graph.outputs)
     frozen = [i for i, name in enumerate(constants) if name in graph.constants and name not in graph.parameters]
-    return bytes(out) + varint(len(frozen)) + b"".join(map(varint, frozen))
+    out += varint(len(frozen)) + b"".join(map(varint, frozen))
+    return bytes(out) + b"".join(key.encode() + b"\n" for key in graph.keys)
 
 
 def graph_of(data: bytes, constants: dict[str, Tensor], max_bytes: int) -> Graph:
@@ -58,12 +59,13 @@ def graph_of(data: bytes, constants: dict[str, Tensor], max_bytes: int) -> Graph
         nodes.append(_node(reader, i, nodes, names, used, constants, taken))
     outputs = tuple(nodes[_place(len(nodes) - 1 - reader.varint(), len(nodes))].name for _ in range(reader.varint()))
     frozen = {reader.varint() for _ in range(reader.varint())}
+    keys = () if reader.finished() else tuple(reader.line() for _ in outputs)
     if not reader.finished():
         raise FormatError("its graph is longer than what it describes")
     kept = {names[i]: constants[names[i]] for i in sorted(set(used))}
     parameters = frozenset(name for i, name in enumerate(names) if name in kept and i not in frozen)
     try:
-        graph = Graph(tuple(nodes), kept, outputs, parameters).check()
+        graph = Graph(tuple(nodes), kept, outputs, parameters, keys).check()
     except GraphError as error:
         raise FormatError(f"its graph is damaged: {error}") from error
     needed = footprint(graph)

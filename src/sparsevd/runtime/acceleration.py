@@ -170,8 +170,8 @@ def _whole(model: nn.Module, example: Any, choices: list[LayerChoice]) -> tuple[
         return None, f"all layers together take {_time(sparse)} when sparse, and {_time(dense)} when dense"
     (x,) = example if isinstance(example, tuple | list) else (example,)
     returned = type(model(x))
-    if not issubclass(returned, Tensor):
-        return None, f"the network returns a {returned.__name__}, and a plan a tensor"
+    if not issubclass(returned, Tensor) and returned is not dict:
+        return None, f"the network returns a {returned.__name__}, and a plan a tensor or a dict"
     try:
         return plan(model, x), ""
     except Exception as error:  # whatever a model does while being captured: its layers one by one still work

@@ -8,7 +8,7 @@ they meet neither those of the program nor those of another network.
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError, GraphError
 from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture
+from sparsevd.graph.outputs import parts
 from sparsevd.kernels import inference
 from sparsevd.kernels.steps import Affine, Network, Pool, Product, Repack, Value, Window, nonzeros_of
 from sparsevd.runtime import c_names
@@ -125,7 +126,7 @@ def export_c(model: nn.Module | Graph, example: Tensor, path: str | Path) -> tup
     """
     source = Path(path)
     name = _function_name(source)
-    graph = model.check() if isinstance(model, Graph) else capture(model, example)
+    graph = capture(model, example)
     net = network(graph)
     if not net.input.numbers or not net.output.numbers:
         raise GraphError(f"a network from {net.input.numbers} to {net.output.numbers} numbers has nothing to compute")
@@ -182,7 +183,7 @@ def _test_case(graph: Graph, example: Tensor) -> tuple[Tensor, Tensor]:
         found = tuple(example.shape) if isinstance(example, Tensor) else type(example).__name__
         raise ArgumentError(f"the example must be a tensor [batch, ...] with at least one image, not {found}")
     image = example[:1]
-    expected = cast(Tensor, graph(image))
+    (expected,) = parts(graph(image))[1]
     for what, tensor in (("the first image of the example", image), ("the network's output for the example", expected)):
         if not tensor.isfinite().all():
             raise ArgumentError(f"{what} is not finite, and the self-test needs numbers; look for NaN and infinity")

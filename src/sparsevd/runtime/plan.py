@@ -24,6 +24,8 @@ NOT_BUILT = "a plan needs the compiled kernels; install with a C compiler, or us
 class Plan:
     """A network for any batch size: call it with a float32 tensor on the CPU. Safe to call from several threads.
 
+    It returns a tensor, or a dict with one tensor where the network returned a dict.
+
     Copies and pickles lay the network out again, for the machine that they are on.
     """
 
@@ -31,7 +33,7 @@ class Plan:
         if not kernels.available():
             raise ArgumentError(NOT_BUILT)
         self.network = network(graph)
-        self.input_shape = tuple(graph.inputs[0].shape[1:])
+        self.input_shape, self.keys = tuple(graph.inputs[0].shape[1:]), graph.keys
         self.images, self.instruction_set = images, instruction_set
         self._lay_out_again()
 
@@ -40,19 +42,23 @@ class Plan:
         self._ready: dict[torch.Size, _Ready] = {}
         self._making = threading.Lock()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Any:
         ready = self._ready.get(x.shape) or self._made_ready(x.shape)
         wanted = x.dtype is torch.float32 and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
         if ready is None or not wanted:
             raise ArgumentError(self._why_not(x))
-        return ready.program(x, ready.out_shape)
+        answer = ready.program(x, ready.out_shape)
+        return {self.keys[0]: answer} if self.keys else answer
 
-    def attempt(self, x: Any) -> Tensor | None:
+    def attempt(self, x: Any) -> Any:
         """The answer to this input, or None if it is not one that the plan was made for."""
         if not plain(x):
             return None
         ready = self._ready.get(x.shape) or self._made_ready(x.shape)
-        return None if ready is None else ready.program(x, ready.out_shape)
+        if ready is None:
+            return None
+        answer = ready.program(x, ready.out_shape)
+        return {self.keys[0]: answer} if self.keys else answer
 
     def _made_ready(self, shape: torch.Size) -> "_Ready | None":
         if not shape or tuple(shape[1:]) != self.input_shape or not kernels.available():
@@ -76,7 +82,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds addresses, and without the lock."""
-        return {key: self.__dict__[key] for key in ("network", "input_shape", "images", "instruction_set")}
+        return {key: self.__dict__[key] for key in ("network", "input_shape", "keys", "images", "instruction_set")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -100,7 +106,7 @@ def plan(model: nn.Module | Graph, example: Tensor | tuple[Tensor]) -> Plan:
 
     How many images lie beside each other is timed with the example, which should have the batch size of later use.
     """
-    graph = model if isinstance(model, Graph) else capture(model, example)
+    graph = capture(model, example)
     first = Plan(graph)  # which says what a plan cannot do
     (x,) = example if isinstance(example, tuple) else (example,)
     plans = [first, *(Plan(graph, images) for images in group_choices(len(x)) if images > 1)]
