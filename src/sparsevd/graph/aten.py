@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparsevd.graph.operations import DTYPE_NAMES, Attribute
+from sparsevd.graph.operations import ARITHMETIC, DTYPE_NAMES, POINTWISE, Attribute
 from sparsevd.graph.structure import describe_shape
 from sparsevd.graph.translation import Arguments, Handler, Translation
 
@@ -392,9 +392,6 @@ def _names(names: Iterable[str], handler: Handler) -> dict[str, Handler]:
     return dict.fromkeys(names, handler)
 
 
-_PLAIN = ["relu", "selu", "silu", "mish", "hardswish", "hardsigmoid", "sigmoid", "tanh"]
-_PLAIN += ["exp", "log", "sqrt", "rsqrt", "abs", "neg", "erf"]
-
 HANDLERS: dict[str, Handler] = {
     **_names(("alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "alpha_dropout"), _same),
     **_names(("to", "_to_copy", "type_as"), _cast),
@@ -406,7 +403,7 @@ HANDLERS: dict[str, Handler] = {
     "group_norm": _group_norm,
     "embedding": _embedding,
     "prelu": _prelu,
-    **{name: _pointwise(name) for name in _PLAIN},
+    **{name: _pointwise(name) for name, operation in POINTWISE.items() if not operation.attributes},
     "leaky_relu": _pointwise("leaky_relu", slope="negative_slope"),
     "gelu": _pointwise("gelu", approximate="approximate"),
     "softplus": _pointwise("softplus", beta="beta", threshold="threshold"),
@@ -417,7 +414,7 @@ HANDLERS: dict[str, Handler] = {
     "pow": _pow,
     "square": _square,
     "reciprocal": _reciprocal,
-    **{name: _binary(name) for name in ("add", "sub", "mul", "div", "maximum", "minimum")},
+    **{name: _binary(name) for name in ARITHMETIC},
     "rsub": _reversed_sub,
     **_names(("matmul", "mm", "bmm"), _matmul),
     "addmm": _addmm,

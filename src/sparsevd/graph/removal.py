@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sparsevd.graph import Graph, Node
-from sparsevd.graph.units import BINARY, Analysis, Read
+from sparsevd.graph.operations import ARITHMETIC
+from sparsevd.graph.units import Analysis, Read
 
 
 def needed(graph: Graph) -> Graph:
@@ -132,7 +133,7 @@ class _Removal:
             return self._layer(node, inputs, shape)
         if node.op == "concat":
             return self._concat(node, inputs, shape)
-        if node.op in BINARY:
+        if node.op in ARITHMETIC:
             return self._binary(node, inputs, shape)
         if node.op == "expand" and tracked:
             self.constants[inputs[0]] = self._take(self.constants[inputs[0]], node, keep)

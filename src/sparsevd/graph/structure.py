@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsevd.errors import GraphError
-from sparsevd.graph.operations import DTYPES, KINDS, OPS, Attribute
+from sparsevd.graph.operations import ARITHMETIC, DTYPES, KINDS, OPS, Attribute
 from sparsevd.graph.outputs import Output, returned
 from sparsevd.graph.shapes import check_size, result_shape
 
@@ -19,7 +19,6 @@ MOST_NODES = 10_000  # the largest networks in use have 3,000; to rebuild one ta
 
 # These take values of any type; the others want floats.
 _ANY_TYPE = ("reshape", "expand", "permute", "slice", "select", "concat")
-_ARITHMETIC = ("add", "sub", "mul", "div", "maximum", "minimum")
 
 _Kind = TypeVar("_Kind")
 
@@ -126,11 +125,10 @@ class Graph:
         if len(self.nodes) > MOST_NODES or len(self.outputs) > MOST_NODES:
             raise GraphError(f"the graph has {len(self.nodes):,} operations; there may be {MOST_NODES:,} at most")
         self._check_names()
-        for node in self.nodes:
-            _check_node(node)
         if not self.inputs:
             raise GraphError("the graph has no input")
         for node in self.inputs:
+            _check_node(node)
             if not node.shape or node.shape[0] != -1 or min(node.shape[1:], default=0) < 0:
                 raise GraphError(f"input {node.name!r} of shape {node.shape}: only its first axis is the batch, -1")
         self._check_shapes()
@@ -163,16 +161,16 @@ class Graph:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.constants.items()}
         types = {name: tensor.dtype for name, tensor in self.constants.items()}
         for node in self.nodes:
+            shape = node.shape if node.op == "input" else shape_of(node, [shapes[name] for name in node.inputs])
             try:
                 if node.op == "input":
-                    check_size(node.shape)
-                    shapes[node.name], types[node.name] = node.shape, DTYPES[node.word("dtype")]
+                    check_size(shape)
+                    shapes[node.name], types[node.name] = shape, DTYPES[node.word("dtype")]
                     continue
-                shape = result_shape(node.op, [shapes[name] for name in node.inputs], node.attributes)
                 types[node.name] = _result_type(node, [types[name] for name in node.inputs])
                 _check_numbers(node, types[node.name])
-            except (ValueError, TypeError, IndexError) as error:
-                raise GraphError(f"{node.op} {node.name!r} does not fit its inputs: {error}") from error
+            except (ValueError, TypeError) as error:
+                raise _misfit(node, error) from error
             if shape != node.shape:
                 raise GraphError(
                     f"{node.op} {node.name!r} is said to give {describe_shape(node.shape)}, but it gives "
@@ -250,6 +248,21 @@ class Graph:
         return "\n".join([*lines, f"returns {', '.join(results)}"])
 
 
+def shape_of(node: Node, inputs: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that a node gives to inputs of these shapes; GraphError if they do not fit, or it is no such node."""
+    _check_node(node)
+    if node.op == "input":
+        raise GraphError(f"the shape of input {node.name!r} follows from nothing")
+    try:
+        return result_shape(node.op, inputs, node.attributes)
+    except (ValueError, TypeError, IndexError) as error:
+        raise _misfit(node, error) from error
+
+
+def _misfit(node: Node, error: Exception) -> GraphError:
+    return GraphError(f"{node.op} {node.name!r} does not fit its inputs: {error}")
+
+
 def evaluate(node: Node, arguments: list[Tensor], batch: int) -> Tensor:
     """One operation on tensors."""
     attributes: dict[str, Any] = dict(node.attributes)
@@ -303,7 +316,7 @@ def _result_type(node: Node, types: list[torch.dtype]) -> torch.dtype:
         raise TypeError("a difference of truth values")
     if node.op == "avg_pool" and len(node.integers("kernel")) == 3 and types[0].itemsize < 4:
         raise TypeError(f"an average over three axes of {types[0]}, which torch does not have")
-    if node.op in _ARITHMETIC:
+    if node.op in ARITHMETIC:
         result = torch.promote_types(*types)
         return result if result.is_floating_point or node.op != "div" else torch.get_default_dtype()
     if len(set(types)) != 1 or not types[0].is_floating_point:

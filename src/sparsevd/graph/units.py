@@ -23,13 +23,10 @@ from torch import Tensor
 
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, Node, evaluate
+from sparsevd.graph.operations import ARITHMETIC, POINTWISE
 
 # Units of all values together; each takes about a microsecond and a hundred bytes.
 MOST_UNITS = 1 << 23
-
-BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
-_SMOOTH = ("relu", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus")
-_SIMPLE = ("sigmoid", "tanh", "clamp", "exp", "log", "sqrt", "rsqrt", "abs", "neg", "erf", "pow", "cast")
 
 
 @dataclass(frozen=True)
@@ -449,8 +446,8 @@ _RULES: dict[str, Callable[[Analysis, Node], Units | None]] = {
     "embedding": _embedding,
     "batch_norm": _per_unit,
     "prelu": _per_unit,
-    **dict.fromkeys((*_SMOOTH, *_SIMPLE), _apart),
-    **dict.fromkeys(BINARY, _binary),
+    **dict.fromkeys(POINTWISE, _apart),
+    **dict.fromkeys(ARITHMETIC, _binary),
     "max_pool": _pool,
     "avg_pool": _pool,
     "mean": _reduce,
