@@ -96,10 +96,11 @@ def _conv_transpose(t: Translation, a: Arguments) -> str:
 
 def _affine(t: Translation, a: Arguments, shape: tuple[int, ...]) -> list[str]:
     """Weight and bias of a normalisation; ones and zeros where it has none, so that it always has both."""
-    dtype = a.given["input"].meta["val"].dtype
+    like = a.given["input"].meta["val"]
     place = t.place("norm")
     return [
-        a.optional(name) or t.constant(f"{place}.{name}", torch.full(shape, neutral, dtype=dtype))
+        a.optional(name)
+        or t.constant(f"{place}.{name}", torch.full(shape, neutral, dtype=like.dtype, device=like.device))
         for name, neutral in (("weight", 1.0), ("bias", 0.0))
     ]
 

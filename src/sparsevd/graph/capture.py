@@ -85,6 +85,9 @@ def _check_arguments(model: nn.Module, examples: tuple[Tensor, ...]) -> None:
 def _check_same(expected: Any, found: Output) -> None:
     """The graph is the oracle of everything built on it, so it is compared with the network once, here."""
     for theirs, ours in zip(parts(expected)[1], parts(found)[1], strict=True):
+        if theirs.is_meta:
+            continue  # there are no numbers
+        theirs, ours = theirs.cpu(), ours.cpu()  # not every device has doubles
         difference = (theirs.double() - ours.double()).abs().nan_to_num().max().item() if theirs.numel() else 0.0
         if difference > 1e-4 * max(1.0, theirs.double().abs().nan_to_num().max().item() if theirs.numel() else 0.0):
             raise GraphError(

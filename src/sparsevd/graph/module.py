@@ -114,7 +114,7 @@ def _build(graph: Graph, node: Node) -> nn.Module:
         else:
             setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=key in graph.parameters))
     if "num_batches_tracked" in layer._buffers:
-        layer.num_batches_tracked = torch.tensor(0)
+        layer.num_batches_tracked = torch.tensor(0, device=tensors[0].device)
     return layer
 
 

@@ -21,6 +21,7 @@ from sparsevd.graph.operations import ARITHMETIC, POINTWISE
 
 def relevant(graph: Graph) -> dict[str, Tensor]:
     """For every constant, where its numbers can matter."""
+    device = graph.device
     # The sizes of a value for one example of the batch; values that mix examples are not looked into.
     shapes = {
         node.name: node.shape[1:]
@@ -28,10 +29,12 @@ def relevant(graph: Graph) -> dict[str, Tensor]:
         if node.shape[:1] == (-1,) and min(node.shape[1:], default=0) >= 0
     }
     sizes = shapes | {name: tuple(tensor.shape) for name, tensor in graph.constants.items()}
-    needed = {name: torch.ones(shapes[name], dtype=torch.bool) for name in graph.outputs if name in shapes}
+    needed = {
+        name: torch.ones(shapes[name], dtype=torch.bool, device=device) for name in graph.outputs if name in shapes
+    }
     for node in reversed(graph.nodes):
         if node.name in shapes and node.name not in needed:  # nothing reads it
-            needed[node.name] = torch.zeros(shapes[node.name], dtype=torch.bool)
+            needed[node.name] = torch.zeros(shapes[node.name], dtype=torch.bool, device=device)
         rule = _RULES.get(node.op) if node.name in shapes else None
         masks = rule(node, needed[node.name], graph, shapes) if rule else None
         for i, name in enumerate(node.inputs):
@@ -39,12 +42,13 @@ def relevant(graph: Graph) -> dict[str, Tensor]:
             if name not in sizes:
                 continue
             if mask is None:
-                needed[name] = torch.ones(sizes[name], dtype=torch.bool)
+                needed[name] = torch.ones(sizes[name], dtype=torch.bool, device=device)
             else:
                 needed[name] = needed[name] | mask if name in needed else mask.expand(sizes[name])
         needed.pop(node.name, None)  # all who read it have been seen
     return {
-        name: needed.get(name, torch.zeros(tensor.shape, dtype=torch.bool)) for name, tensor in graph.constants.items()
+        name: needed.get(name, torch.zeros(tensor.shape, dtype=torch.bool, device=device))
+        for name, tensor in graph.constants.items()
     }
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsevd.graph import Graph, Node
 from sparsevd.graph.operations import ARITHMETIC
-from sparsevd.graph.units import Analysis, Read
+from sparsevd.graph.units import CPU, Analysis, Read
 
 
 def needed(graph: Graph) -> Graph:
@@ -38,7 +38,7 @@ def merge_constants(analysis: Analysis) -> Graph:
     constant images look the same up to a factor: their weights can be summed onto one of them.
     """
     graph = analysis.graph
-    readers = torch.zeros(len(analysis.joined), dtype=torch.long)
+    readers = torch.zeros(len(analysis.joined), dtype=torch.long, device=CPU)
     for read in analysis.reads:
         ids = analysis.roots(analysis.units[read.value].ids[~read.unread])
         readers.index_add_(0, ids, torch.ones_like(ids))

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -77,6 +77,17 @@ class Graph:
     @property
     def inputs(self) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.op == "input")
+
+    @property
+    def device(self) -> torch.device:
+        """Where its constants are; the CPU if it has none."""
+        return next((tensor.device for tensor in self.constants.values()), torch.device("cpu"))
+
+    def to(self, device: torch.device | str) -> "Graph":
+        """The same graph with its constants there."""
+        if self.device.type == "meta" and torch.device(device).type != "meta":
+            raise GraphError("the network is on the meta device, and has shapes but no numbers; load its weights first")
+        return replace(self, constants={name: tensor.to(device) for name, tensor in self.constants.items()})
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> Output:

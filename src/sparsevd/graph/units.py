@@ -9,7 +9,8 @@ joined, and three facts are collected on the way through the graph:
 - reads: a layer reads a unit; its weights may all be zero, or a known value may be folded into its bias;
 - pins: something needs the unit as it is: the network's output, a softmax over the units, and so on.
 
-Everything is exact for finite inputs: 0 · x is taken to be 0.
+Everything is exact for finite inputs: 0 · x is taken to be 0. The graph must be on the CPU: these are many small
+tensors, and doubles, which not every device has.
 """
 
 import functools
@@ -27,6 +28,7 @@ from sparsevd.graph.operations import ARITHMETIC, POINTWISE
 
 # Units of all values together; each takes about a microsecond and a hundred bytes.
 MOST_UNITS = 1 << 23
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Analysis:
     def fresh(self, axis: int, known: Tensor, values: Tensor) -> Units:
         first = len(self.joined)
         self.joined += range(first, first + len(known))
-        return Units(axis, torch.arange(first, first + len(known)), known, values)
+        return Units(axis, torch.arange(first, first + len(known), device=CPU), known, values)
 
     def find(self, identity: int) -> int:
         while self.joined[identity] != identity:
@@ -101,7 +103,7 @@ class Analysis:
 
     def roots(self, ids: Tensor) -> Tensor:
         """One id for all that are joined."""
-        return torch.tensor([self.find(identity) for identity in ids.tolist()], dtype=torch.long)
+        return torch.tensor([self.find(identity) for identity in ids.tolist()], dtype=torch.long, device=CPU)
 
     def join(self, first: Tensor, second: Tensor) -> None:
         for one, other in zip(first.tolist(), second.tolist(), strict=True):
@@ -116,7 +118,7 @@ class Analysis:
 
     def removable(self) -> Tensor:
         """For each id, by its root, whether it can leave the network."""
-        gone = torch.ones(len(self.joined), dtype=torch.bool)
+        gone = torch.ones(len(self.joined), dtype=torch.bool, device=CPU)
         for ids, _ in self.blocked:
             gone[self.roots(ids)] = False
         for read in self.reads:
@@ -179,7 +181,7 @@ def _input(a: Analysis, node: Node) -> Units | None:
         return None
     size = node.shape[1]
     a.check_room(node, size)
-    units = a.fresh(1, torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.double))
+    units = a.fresh(1, *(torch.zeros(size, dtype=dtype, device=CPU) for dtype in (torch.bool, torch.double)))
     a.blocked.append((units.ids, "it is the network's input"))
     return units
 
@@ -189,7 +191,7 @@ def _weights(a: Analysis, node: Node, outputs: int) -> tuple[Tensor, Tensor] | N
     if any(name not in a.graph.constants or name in a.shared for name in node.inputs[1:]):
         return None
     weight, *bias = (a.graph.constants[name].double() for name in node.inputs[1:])
-    return weight, bias[0] if bias else torch.zeros(outputs, dtype=torch.double)
+    return weight, bias[0] if bias else torch.zeros(outputs, dtype=torch.double, device=CPU)
 
 
 def _opaque(a: Analysis, node: Node) -> Units | None:
@@ -231,7 +233,9 @@ def _conv(a: Analysis, node: Node) -> Units | None:
         x = x.only_zero()
     per_group = len(bias) // groups
     inputs = weight.shape[1]
-    source = torch.arange(len(x.ids)).view(groups, inputs).repeat_interleave(per_group, 0)  # output → its inputs
+    source = (
+        torch.arange(len(x.ids), device=CPU).view(groups, inputs).repeat_interleave(per_group, 0)
+    )  # output → its inputs
     known = ~(used & ~x.known[source]).any(1)
     values = bias + (taps * torch.where(x.known, x.values, 0.0)[source]).sum(1)
     if groups > 1 and inputs == 1:  # depthwise: an output belongs to its input, as in batch norm
@@ -367,7 +371,7 @@ def _reshape(a: Analysis, node: Node) -> Units | None:
         repeats, within = outer[0] // left[0], inner[0] // right[0]
         if repeats * size * within == length:
             a.check_room(node, length)
-            index = torch.arange(length) // within % size
+            index = torch.arange(length, device=CPU) // within % size
             return Units(axis, x.ids[index], x.known[index], x.values[index])
     return _mixes(a, node)
 
@@ -435,7 +439,7 @@ def _expand(a: Analysis, node: Node) -> Units | None:
     axis = axes[0] if axes else min(1, len(node.shape) - 1)
     if node.shape[axis] != tensor.shape[axis]:
         return None
-    return a.fresh(axis, torch.ones(tensor.shape[axis], dtype=torch.bool), tensor.flatten())
+    return a.fresh(axis, torch.ones(tensor.shape[axis], dtype=torch.bool, device=CPU), tensor.flatten())
 
 
 _RULES: dict[str, Callable[[Analysis, Node], Units | None]] = {

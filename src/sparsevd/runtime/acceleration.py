@@ -216,7 +216,7 @@ def _fastest(
     if after.norm:
         weight, bias = channel_norm(model.get_submodule(after.norm)).folded(weight, bias)
     candidates = ways(InferenceLayer(layer, weight, bias, after.bounds, batched_only=bool(after.norm)), shape)
-    x = torch.randn(shape)
+    x = torch.randn(shape, device="cpu")
     seconds = [timing.median for timing in timings([functools.partial(candidate, x) for candidate in candidates])]
     fastest = min(range(len(seconds)), key=lambda i: seconds[i] if i else WORTH * seconds[0])
     folded = tuple(place for place in (after.norm, after.activation) if place)

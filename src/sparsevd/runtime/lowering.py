@@ -24,6 +24,10 @@ INFINITY = float("inf")
 
 def network(graph: Graph) -> Network:
     """The steps of a graph; what is not among the known operations is refused by name."""
+    if graph.device.type != "cpu":
+        raise GraphError(
+            f"a plan and a C file are made on the CPU, and the network is on {graph.device}; move it there"
+        )
     return _Builder(fold_batch_norms(graph, copying=True)).build()
 
 
@@ -98,7 +102,7 @@ class _Builder:
 
     def clamp(self, node: Node) -> None:
         source = self._of(node)
-        one, zero = torch.ones(source.channels), torch.zeros(source.channels)
+        one, zero = (make(source.channels, device="cpu") for make in (torch.ones, torch.zeros))
         out = Value(source.channels, source.height, source.width)
         self._take(node, Affine(node.name, (source,), out, one, zero, bounds=_bounds(node)))
 

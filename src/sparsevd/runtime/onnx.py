@@ -129,14 +129,14 @@ def _compare(model: nn.Module, examples: tuple[Tensor, ...], serialised: bytes, 
     try:
         session = onnxruntime.InferenceSession(serialised, options, providers=["CPUExecutionProvider"])
         names = [value.name for value in session.get_inputs()]
-        found = session.run(None, {name: value.numpy() for name, value in zip(names, examples, strict=True)})
+        found = session.run(None, {name: value.numpy(force=True) for name, value in zip(names, examples, strict=True)})
     except Exception as error:  # onnxruntime's errors have no common parent
         raise ExportError(f"onnxruntime cannot run the exported network: {error}") from error
     with torch.no_grad():
         _, expected = parts(model(*examples))
-    for ours, theirs in zip(expected, found, strict=True):
-        difference = (ours.double() - torch.from_numpy(theirs).double()).abs().max().item() if ours.numel() else 0.0
-        largest = ours.double().abs().max().item() if ours.numel() else 0.0
+    for ours, theirs in zip((tensor.cpu().double() for tensor in expected), map(torch.from_numpy, found), strict=True):
+        difference = (ours - theirs.double()).abs().max().item() if ours.numel() else 0.0
+        largest = ours.abs().max().item() if ours.numel() else 0.0
         if not difference <= TOLERANCE * max(largest, 1e-30):
             raise ExportError(
                 f"onnxruntime gives outputs that differ by {difference:.2g} from the network's for a batch of "
