@@ -316,6 +316,21 @@ def test_attention_is_left_alone_and_its_fast_path_left():
 
 
 @built
+def test_fast_paths_stay_where_the_network_stays_as_it_was(monkeypatch):
+    seconds = iter([[1.0, 0.5]] * 2 + [[1.0, 2.0]])
+
+    def measured(calls, **_):
+        return [timing.Timing(s, s, s) for _, s in zip(calls, next(seconds), strict=False)]
+
+    monkeypatch.setattr(module, "timings", measured)
+    model = pruned(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 0.8)
+    fast = sparsevd.accelerate(model, torch.randn(3, 5, 16))
+    assert fast.chosen == "as it was"
+    assert fast.model.activation_relu_or_gelu
+    assert "fused path" not in str(fast)
+
+
+@built
 def test_named_and_several_arguments():
     class Two(nn.Module):
         def __init__(self):

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -139,20 +139,21 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
         raise ConversionError("the model still has Sparse VD layers; give sparsevd.prune(model) to accelerate")
     original = copy.deepcopy(model).eval()
     layered, choices, left_alone = _layer_by_layer(copy.deepcopy(original), example)
+    off_path = leave_fast_paths(layered, lambda module: isinstance(module, InferenceLayer))
     whole, no_plan = _whole(original, example, choices)
     candidates: dict[str, Callable[..., Any]] = {DENSE: original, LAYERS: layered}
     if whole is not None:
         candidates[PLAN] = whole
     spent = timings([_bound(candidate, example) for candidate in candidates.values()])
     measured = {way: timing.median for way, timing in zip(candidates, spent, strict=True)}
-    if measured[DENSE] < measured[LAYERS]:
-        left_alone["(model)"] = (
-            f"layer by layer all of it takes {_time(measured[LAYERS])} instead of {_time(measured[DENSE])} as it was"
-        )
-        layered, choices = (
-            original,
-            [LayerChoice(c.name, c.kept, c.dense_seconds, c.sparse_seconds, "dense") for c in choices],
-        )
+    if measured[LAYERS] <= measured[DENSE]:
+        for name, parent in off_path.items():
+            reason = f"{type(parent).__name__} kept off its fused path, which would not call its layers"
+            left_alone[name or "(model)"] = reason
+    else:
+        spent_so = f"{_time(measured[LAYERS])} instead of {_time(measured[DENSE])} as it was"
+        left_alone["(model)"] = f"layer by layer all of it takes {spent_so}"
+        layered, choices = original, [replace(choice, choice="dense", folded=()) for choice in choices]
     if min(measured, key=measured.__getitem__) != PLAN:
         whole = None
     return Accelerated(layered, whole, measured, no_plan, tuple(choices), left_alone)
@@ -182,8 +183,7 @@ def _layer_by_layer(model: nn.Module, example: Any) -> tuple[nn.Module, list[Lay
     """The model with its layers swapped where that is faster; what was measured; and what was left alone, and why."""
     shapes = _input_shapes(model, example)
     left_alone = {name: why for name, module in model.named_modules() if (why := _why_not(module, name in shapes))}
-    layers = {name: model.get_submodule(name) for name in shapes if name not in left_alone}
-    if not layers:
+    if not shapes.keys() - left_alone.keys():
         raise ConversionError(
             f"nothing to accelerate in {type(model).__name__}: the example reaches no Linear, Conv1d or Conv2d layer"
             + "".join(f"\nleft alone: {name}: {reason}" for name, reason in left_alone.items())
@@ -194,16 +194,11 @@ def _layer_by_layer(model: nn.Module, example: Any) -> tuple[nn.Module, list[Lay
     choices: list[LayerChoice] = []
     swaps: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
-        if name in layers:
+        if name in shapes and name not in left_alone:
             choice, replacements = _fastest(name, module, model, shapes[name], after.get(name, Followers()))
             choices.append(choice)
             swaps |= replacements
-    model = swap(model, swaps)
-    for name, parent in leave_fast_paths(model, lambda module: isinstance(module, InferenceLayer)).items():
-        left_alone[name or "(model)"] = (
-            f"{type(parent).__name__} kept off its fused path, which would not call its layers"
-        )
-    return model, choices, left_alone
+    return swap(model, swaps), choices, left_alone
 
 
 def _fastest(

@@ -99,7 +99,7 @@ class _Ready:
 
 @torch.no_grad()
 def plan(model: nn.Module | Graph, example: Tensor | tuple[Tensor]) -> Plan:
-    """The whole network as one call, for networks of the operations that `sparsevd.runtime.network` knows.
+    """The whole network as one call, for networks of the operations that `sparsevd.runtime.lowering` knows.
 
         run = sparsevd.plan(pruned, torch.randn(1, 1, 28, 28))
         y = run(x)
