@@ -39,6 +39,17 @@ def sparse_first(monkeypatch, factor=0.5):
     monkeypatch.setattr(module, "timings", measured)
 
 
+def plan_first(monkeypatch):
+    """Of the whole network's ways the last one measures fastest, which is the plan where there is one."""
+
+    def measured(calls, **_):
+        for call in calls:
+            call()
+        return [timing.Timing(1 / i, 1 / i, 1 / i) for i in range(1, len(calls) + 1)]
+
+    monkeypatch.setattr(module, "timings", measured)
+
+
 def pruned(model, zeros=0.9):
     """In eval mode, with zeros, biases and batch norms that do something."""
     for layer in model.modules():
@@ -117,15 +128,116 @@ def test_slower_stays_dense(monkeypatch):
 
 @built
 def test_faster_layers_in_a_slower_whole_are_given_back(monkeypatch):
-    turns = iter([0.5, 2.0])
+    turns = iter([(1.0, 0.5), (1.0, 2.0, 3.0)])
 
     def measured(calls, **_):
-        return [timing.Timing(s, s, s) for s in (1.0, next(turns))]
+        return [timing.Timing(s, s, s) for _, s in zip(calls, next(turns), strict=True)]
 
     monkeypatch.setattr(module, "timings", measured)
     fast = sparsevd.accelerate(pruned(nn.Sequential(nn.Linear(5, 4))), torch.randn(1, 5))
     assert not any(isinstance(layer, InferenceLayer) for layer in fast.modules())
     assert "as it was" in fast.left_alone["(model)"]
+
+
+@built
+@pytest.mark.parametrize("name", ["lenet-300-100", "lenet-5-caffe", "vgg-like-0.25"])
+def test_the_whole_network_as_one_plan_where_that_is_fastest(name, monkeypatch):
+    plan_first(monkeypatch)
+    model = pruned(models.MODELS[name](10))
+    shape = (3, 32, 32) if name.startswith("vgg") else (1, 28, 28)
+    fast = sparsevd.accelerate(model, torch.randn(2, *shape))
+    assert fast.chosen == "as one plan"
+    assert not fast.no_plan
+    for batch in (2, 1, 3, 40):
+        x = torch.randn(batch, *shape)
+        same(fast, model, x)
+        assert torch.equal(fast(x), fast.plan(x))  # and not by way of the layers
+
+
+@built
+def test_what_the_plan_was_not_made_for_goes_through_the_layers(monkeypatch):
+    plan_first(monkeypatch)
+    model = pruned(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()), 0.3)
+    fast = sparsevd.accelerate(model, torch.randn(2, 2, 8, 8))
+    through = []
+    fast.model.register_forward_hook(lambda *_: through.append(1))
+    same(fast, model, torch.randn(5, 2, 8, 8))
+    assert not through
+    same(fast, model, torch.randn(2, 2, 9, 7))  # other images
+    x = torch.randn(2, 2, 8, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fast(x).sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(model(x).sum(), x)[0])
+    same(lambda x: fast(input=x), model, torch.randn(2, 2, 8, 8))  # Sequential calls it so
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(torch.randn(2, 2, 8, 8)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):  # torch's own message: the layers are float32
+        fast(torch.randn(2, 2, 8, 8, dtype=torch.float64))
+    assert fast(torch.empty(0, 2, 8, 8)).shape == (0, 3)
+    assert len(through) == 4
+
+
+@built
+def test_a_plan_has_no_other_weights_and_no_other_type(monkeypatch):
+    plan_first(monkeypatch)
+    model, x = pruned(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), 0.3), torch.randn(3, 6)
+    fast = sparsevd.accelerate(model, x)
+    double = copy.deepcopy(fast).double()
+    same(double, copy.deepcopy(model).double(), x.double())
+    assert "another type" in str(double)
+    parent = nn.Sequential(fast)
+    parent.load_state_dict({key: 2 * value for key, value in parent.state_dict().items()})
+    for parameter in model.parameters():
+        parameter.data *= 2
+    same(fast, model, x)
+    assert fast.chosen == "layer by layer"
+    assert "other weights were loaded" in str(fast)
+
+
+@built
+def test_copies_of_a_network_with_a_plan(monkeypatch):
+    plan_first(monkeypatch)
+    model, x = pruned(Residual(), 0.3), torch.randn(3, 3, 6, 7)
+    fast = sparsevd.accelerate(model, x)
+    fast(x)  # made ready, with memory and addresses
+    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert again.chosen == "as one plan"
+        assert again.plan is not fast.plan
+        same(again, model, x)
+    called = []
+    fast.register_forward_hook(lambda *_: called.append(1))
+    fast(x)
+    assert called
+
+
+class InATuple(nn.Sequential):
+    def forward(self, x):
+        return (super().forward(x),)
+
+
+@built
+def test_why_there_is_no_plan_is_a_sentence(monkeypatch):
+    plan_first(monkeypatch)
+    x = torch.randn(2, 4)
+    hooked = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    hooked[1].register_forward_hook(lambda *_: None)
+    cases = {
+        "gelu": (nn.Sequential(nn.Linear(4, 3), nn.GELU()), x),
+        "forward hooks": (hooked, x),
+        "one input": (nn.Sequential(nn.Linear(4, 3)), {"input": x}),
+        "returns a tuple": (InATuple(nn.Linear(4, 3)), x),
+    }
+    for words, (model, example) in cases.items():
+        fast = sparsevd.accelerate(model.eval(), example)
+        assert fast.plan is None
+        assert words in fast.no_plan
+        (line,) = [line for line in str(fast).splitlines() if line.startswith("no plan: ")]
+        assert words in line
+    monkeypatch.setattr(
+        module,
+        "timings",
+        lambda calls: [timing.Timing(1 + 2 * i, 0, 0) for i, call in enumerate(calls) if call() is not None],
+    )
+    assert "when sparse" in sparsevd.accelerate(nn.Linear(4, 3), x).no_plan
 
 
 class Residual(nn.Module):
@@ -202,6 +314,21 @@ def test_attention_is_left_alone_and_its_fast_path_left():
     fast(x)
     assert called
     assert model.layers[0].activation_relu_or_gelu  # the given model keeps its own
+
+
+@built
+def test_fast_paths_stay_where_the_network_stays_as_it_was(monkeypatch):
+    seconds = iter([[1.0, 0.5]] * 2 + [[1.0, 2.0]])
+
+    def measured(calls, **_):
+        return [timing.Timing(s, s, s) for _, s in zip(calls, next(seconds), strict=False)]
+
+    monkeypatch.setattr(module, "timings", measured)
+    model = pruned(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 0.8)
+    fast = sparsevd.accelerate(model, torch.randn(3, 5, 16))
+    assert fast.chosen == "as it was"
+    assert fast.model.activation_relu_or_gelu
+    assert "fused path" not in str(fast)
 
 
 @built

@@ -17,7 +17,7 @@ import sparsevd
 from sparsevd import kernels
 from sparsevd.errors import SparseVDWarning
 from sparsevd.kernels import loading, structs
-from sparsevd.kernels.steps import KINDS
+from sparsevd.kernels.steps import StepKind
 from sparsevd.posterior import equations
 from sparsevd.posterior.divergence import summed_kl
 
@@ -269,7 +269,7 @@ def test_python_and_c_spell_the_same_kinds():
     sets = [one.name for one in kernels.InstructionSet]
     assert [*sets, "INSTRUCTION_SETS"] == enumerated("kernels.h", "instruction_set")
     assert list(kernels.InstructionSet) == list(range(len(sets)))
-    assert list(KINDS) == enumerated("inference.h", "step_kind")
+    assert [kind.name for kind in StepKind] == enumerated("inference.h", "step_kind")
 
 
 def fields(struct):

@@ -30,7 +30,7 @@ from sparsevd.graph import Graph, Node
 from sparsevd.kernels.coder import NativeCoder
 from sparsevd.modelfile import adaptive, container
 from sparsevd.modelfile.container import FRAME, MAGIC, VERSION
-from sparsevd.modelfile.description import described
+from sparsevd.modelfile.description import described, graph_of
 from sparsevd.modelfile.quantisation import entries_of
 from sparsevd.modelfile.symbols import INTEGERS, PythonCoder
 from sparsevd.zoo import models
@@ -651,6 +651,25 @@ def test_integers_and_negative_eps_in_a_graph(tmp_path):
     model.norm.eps = -1e-5
     with pytest.raises(GraphError, match="eps must be non-negative, but got -1e-05"):
         modelfile.pack(model, example=x)
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("images", "0d22258895bb7545"),
+        ("functions", "2afac91bdee45b1c"),
+        ("words", "cea660354d5f63db"),
+        ("volumes", "06557d0c31c93fa0"),
+    ],
+)
+def test_graphs_are_the_bytes_that_they_were_in_the_first_files(name, digest):
+    graph = getattr(small_graphs, name)()
+    data = described(graph, list(graph.constants))
+    assert hashlib.sha256(data).hexdigest()[:16] == digest
+    again = graph_of(data, graph.constants, 2**40)
+    assert [(node.op, node.attributes, node.shape) for node in again.nodes] == [
+        (node.op, node.attributes, node.shape) for node in graph.nodes
+    ]
 
 
 def test_a_convolution_by_a_number_is_refused():

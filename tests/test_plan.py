@@ -1,9 +1,12 @@
 """A whole network as one call and as one C file: the answers of the graph, for every operation a plan knows."""
 
 import copy
+import pickle
+import re
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from sparsevd import kernels
 from sparsevd.errors import GraphError
 from sparsevd.graph import capture
 from sparsevd.kernels import lanes, program
+from sparsevd.kernels.steps import StepKind
 from sparsevd.runtime import plan as module
 from sparsevd.runtime import timing
 from sparsevd.runtime.c_export import export_c
@@ -144,6 +148,48 @@ def test_what_measures_faster_is_taken(monkeypatch):
     model, x = example("lenet-300-100", 64)
     assert sparsevd.plan(model, x).images == 2 * lanes()
     assert sparsevd.plan(model, x[:1]).images == 1
+
+
+def test_kinds_of_steps_are_those_of_the_kernels():
+    text = (Path(program.__file__).parent / "inference.h").read_text(encoding="utf-8")
+    (names,) = re.findall(r"enum step_kind \{(.*?)\}", text)
+    assert [name.strip() for name in names.split(",")] == [kind.name for kind in StepKind]
+    assert [kind.value for kind in StepKind] == list(range(len(StepKind)))
+
+
+@built
+def test_a_norm_of_shared_layers_is_folded_in_each_place():
+    conv, norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+    model = pruned(nn.Sequential(conv, norm, nn.ReLU(), conv, norm), 0.3)
+    x = torch.randn(2, 3, 5, 6)
+    run = Plan(capture(model, x))
+    assert [step.kind.name for step in run.network.steps] == ["PRODUCT", "PRODUCT"]
+    same(run(x), model(x).detach())
+
+
+@built
+@every_network
+def test_copies_and_pickles(name):
+    model, x = example(name, 3)
+    run = Plan(capture(model, x), lanes())
+    expected = run(x)
+    for again in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
+        assert torch.equal(again(x), expected)
+        assert again.network is not run.network
+
+
+@built
+def test_a_pickle_from_a_machine_of_other_lanes(monkeypatch):
+    model, x = example("lenet-5-caffe", 64)
+    run = Plan(capture(model, x))
+    run.images = 3 * lanes() // 2  # as many as no register here holds
+    again = pickle.loads(pickle.dumps(run))
+    same(again(x), model(x).detach())
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    again = pickle.loads(pickle.dumps(run))
+    assert again.attempt(x) is None
+    with pytest.raises(sparsevd.SparseVDError, match="compiled kernels"):
+        again(x)
 
 
 @built

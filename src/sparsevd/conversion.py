@@ -20,11 +20,11 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES
+from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import (
     THRESHOLD,
     NoisyModule,
     checked_threshold,
-    is_noisy,
     noisy_modules,
     required_posteriors,
 )
@@ -39,14 +39,6 @@ DROPOUT_TYPES = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-
-# Parents that in eval mode hand the weights of their children to a fused operator and so never call the children.
-# Setting the attribute to the value given here keeps them to the ordinary way while a child is a Sparse VD layer.
-FAST_PATHS: dict[type[nn.Module], tuple[str, object]] = {
-    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
-    nn.TransformerEncoder: ("use_nested_tensor", False),
-}
-_BEFORE = "fast_path_before_sparsify"
 
 Selector = str | type[nn.Module]
 
@@ -171,8 +163,8 @@ def sparsify(
             )
     for name in conversion.dropout_removed:
         cast(nn.Dropout, model.get_submodule(name)).p = 0.0  # not Identity: models read p
-    model = _swap(model, swaps)
-    _leave_fast_paths(model)
+    model = swap(model, swaps)
+    leave_fast_paths(model, lambda module: isinstance(module, NoisyModule))
     return model
 
 
@@ -206,8 +198,8 @@ def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = F
             warnings.warn(
                 f"the forward hooks of layer {name or '(model)'} are not carried over", SparseVDWarning, stacklevel=2
             )
-    model = _swap(model, swaps)
-    _restore_fast_paths(model)
+    model = swap(model, swaps)
+    restore_fast_paths(model.modules())
     return model
 
 
@@ -279,27 +271,3 @@ def _extras(module: nn.Module) -> list[str]:
     return [name for name in named if name not in (*own.weights, *own.others)] + ["forward"] * (
         "forward" in module.__dict__
     )
-
-
-def _swap(model: nn.Module, swaps: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put every replacement in all the places where its original stands; the model itself may be one."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child in swaps:
-                module._modules[name] = swaps[child]
-    return swaps.get(model, model)
-
-
-def _leave_fast_paths(model: nn.Module) -> None:
-    for module in model.modules():
-        for kind, (attribute, off) in FAST_PATHS.items():
-            if isinstance(module, kind) and is_noisy(module):
-                module.__dict__.setdefault(_BEFORE, getattr(module, attribute))
-                setattr(module, attribute, off)
-
-
-def _restore_fast_paths(model: nn.Module) -> None:
-    for module in model.modules():
-        for kind, (attribute, _) in FAST_PATHS.items():
-            if isinstance(module, kind) and _BEFORE in module.__dict__:
-                setattr(module, attribute, module.__dict__.pop(_BEFORE))

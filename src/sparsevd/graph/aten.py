@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sparsevd.graph.operations import DTYPE_NAMES, Attribute
+from sparsevd.graph.operations import ARITHMETIC, DTYPE_NAMES, POINTWISE, Attribute
 from sparsevd.graph.structure import describe_shape
 from sparsevd.graph.translation import Arguments, Handler, Translation
 
@@ -96,10 +96,11 @@ def _conv_transpose(t: Translation, a: Arguments) -> str:
 
 def _affine(t: Translation, a: Arguments, shape: tuple[int, ...]) -> list[str]:
     """Weight and bias of a normalisation; ones and zeros where it has none, so that it always has both."""
-    dtype = a.given["input"].meta["val"].dtype
+    like = a.given["input"].meta["val"]
     place = t.place("norm")
     return [
-        a.optional(name) or t.constant(f"{place}.{name}", torch.full(shape, neutral, dtype=dtype))
+        a.optional(name)
+        or t.constant(f"{place}.{name}", torch.full(shape, neutral, dtype=like.dtype, device=like.device))
         for name, neutral in (("weight", 1.0), ("bias", 0.0))
     ]
 
@@ -392,9 +393,6 @@ def _names(names: Iterable[str], handler: Handler) -> dict[str, Handler]:
     return dict.fromkeys(names, handler)
 
 
-_PLAIN = ["relu", "selu", "silu", "mish", "hardswish", "hardsigmoid", "sigmoid", "tanh"]
-_PLAIN += ["exp", "log", "sqrt", "rsqrt", "abs", "neg", "erf"]
-
 HANDLERS: dict[str, Handler] = {
     **_names(("alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "alpha_dropout"), _same),
     **_names(("to", "_to_copy", "type_as"), _cast),
@@ -406,7 +404,7 @@ HANDLERS: dict[str, Handler] = {
     "group_norm": _group_norm,
     "embedding": _embedding,
     "prelu": _prelu,
-    **{name: _pointwise(name) for name in _PLAIN},
+    **{name: _pointwise(name) for name, operation in POINTWISE.items() if not operation.attributes},
     "leaky_relu": _pointwise("leaky_relu", slope="negative_slope"),
     "gelu": _pointwise("gelu", approximate="approximate"),
     "softplus": _pointwise("softplus", beta="beta", threshold="threshold"),
@@ -417,7 +415,7 @@ HANDLERS: dict[str, Handler] = {
     "pow": _pow,
     "square": _square,
     "reciprocal": _reciprocal,
-    **{name: _binary(name) for name in ("add", "sub", "mul", "div", "maximum", "minimum")},
+    **{name: _binary(name) for name in ARITHMETIC},
     "rsub": _reversed_sub,
     **_names(("matmul", "mm", "bmm"), _matmul),
     "addmm": _addmm,

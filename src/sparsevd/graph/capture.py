@@ -6,6 +6,7 @@ it does nothing in inference (dropout, clone).
 """
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sparsevd.errors import GraphError
 from sparsevd.graph import names
 from sparsevd.graph.aten import HANDLERS
 from sparsevd.graph.operations import DTYPE_NAMES
+from sparsevd.graph.outputs import Output, parts, returning_tensors
 from sparsevd.graph.structure import Graph
 from sparsevd.graph.translation import STILL_WORKS, Translation
 from sparsevd.posterior import NoisyModule
@@ -22,7 +24,7 @@ from sparsevd.posterior import NoisyModule
 _PROBE = 13  # a batch size that no network has in its shapes
 
 
-def capture(model: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Graph:
+def capture(model: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> Graph:
     """The graph of a network in eval mode, for any batch size.
 
         graph = sparsevd.capture(pruned, torch.zeros(1, 1, 28, 28))
@@ -30,12 +32,15 @@ def capture(model: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Graph:
 
     Args:
         model: a plain network, such as `sparsevd.prune` returns. It is left as it is, and the graph has copies of its
-            tensors. It must return a tensor or a tuple of tensors.
+            tensors. It must return a tensor, or a tuple, list, dict or dataclass of tensors; the graph then returns a
+            tuple or a dict. A graph is checked and comes back as it is.
         example: an input as the network takes it, with the batch as its first axis; a tuple for several inputs. The
             sizes of the other axes are fixed.
 
     What is not on the list of operations is refused with a `GraphError` that names the operation and the place.
     """
+    if isinstance(model, Graph):
+        return model.check()
     examples = example if isinstance(example, tuple) else (example,)
     _check_arguments(model, examples)
     modes = {module: module.training for module in model.modules()}
@@ -43,7 +48,9 @@ def capture(model: nn.Module, example: Tensor | tuple[Tensor, ...]) -> Graph:
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that hides the whole layer
-        graph = _translate(model, examples)
+        with returning_tensors(model) as seen:
+            graph = _translate(model, examples)
+        graph = replace(graph, keys=seen.keys).check()
         with torch.no_grad():
             found = graph(*examples)  # first, since it says what it cannot compute
             expected = model(*examples)
@@ -75,14 +82,12 @@ def _check_arguments(model: nn.Module, examples: tuple[Tensor, ...]) -> None:
             raise GraphError(f"an input of {value.dtype} is not supported; there are {', '.join(DTYPE_NAMES.values())}")
 
 
-def _check_same(expected: Any, found: Tensor | tuple[Tensor, ...]) -> None:
+def _check_same(expected: Any, found: Output) -> None:
     """The graph is the oracle of everything built on it, so it is compared with the network once, here."""
-    pairs = zip(
-        [expected] if isinstance(expected, Tensor) else expected,
-        [found] if isinstance(found, Tensor) else found,
-        strict=True,
-    )
-    for theirs, ours in pairs:
+    for theirs, ours in zip(parts(expected)[1], parts(found)[1], strict=True):
+        if theirs.is_meta:
+            continue  # there are no numbers
+        theirs, ours = theirs.cpu(), ours.cpu()  # not every device has doubles
         difference = (theirs.double() - ours.double()).abs().nan_to_num().max().item() if theirs.numel() else 0.0
         if difference > 1e-4 * max(1.0, theirs.double().abs().nan_to_num().max().item() if theirs.numel() else 0.0):
             raise GraphError(
@@ -101,6 +106,8 @@ def _translate(model: nn.Module, examples: tuple[Tensor, ...]) -> Graph:
         try:
             program = export(model, probes, dynamic_shapes=tuple({0: Dim.AUTO} for _ in probes))
             program = program.run_decompositions({})
+        except GraphError:
+            raise  # about what the network returns
         except Exception as error:  # torch.export raises all kinds, among them its own without a common parent
             message = str(error).strip().splitlines() or [type(error).__name__]
             raise GraphError(

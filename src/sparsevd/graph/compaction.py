@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, capture, cost, to_module
-from sparsevd.graph.removal import fold_batch_norms, merge_constants, needed, without_units
+from sparsevd.graph.norms import fold_batch_norms
+from sparsevd.graph.outputs import parts
+from sparsevd.graph.removal import merge_constants, needed, without_units
 from sparsevd.graph.units import Analysis, Read
 
 TOLERANCE = 1e-5  # of the largest output
@@ -88,13 +90,13 @@ def compact(pruned: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> 
         pruned: a plain network, as `sparsevd.prune` returns it, or its graph.
         example: an input with the batch as its first axis; a tuple for several inputs.
     """
-    graph = pruned if isinstance(pruned, Graph) else capture(pruned, example)
+    graph = capture(pruned, example)
     examples = example if isinstance(example, tuple) else (example,)
     small, report = compact_graph(graph)
     difference = _difference(graph, small, examples)
     if not difference <= TOLERANCE:
         note = f"left as it was: compacted outputs would differ by {difference:.1e} of the largest"
-        small, report = graph, _report(graph, graph, note)
+        small, report = graph, _report(graph.to("cpu"), graph.to("cpu"), note)
     module = to_module(small)
     module.compaction = report  # type: ignore[assignment]
     return module
@@ -102,6 +104,7 @@ def compact(pruned: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> 
 
 def compact_graph(graph: Graph) -> tuple[Graph, Compaction]:
     """The graph with fewer units, and what was done. Pure: computes nothing but constants."""
+    device, graph = graph.device, graph.to("cpu")  # where all types are, and small tensors are quick
     small, work, note = needed(graph), 0, ""
     while True:
         merged = merge_constants(Analysis(fold_batch_norms(small)))
@@ -115,7 +118,7 @@ def compact_graph(graph: Graph) -> tuple[Graph, Compaction]:
             note = "not all that could go is gone: each pass over this network finds a little more, and they take long"
             break
     small = small.check()
-    return small, _report(graph, small, note)
+    return small.to(device), _report(graph, small, note)
 
 
 def _size(graph: Graph) -> tuple[int, int, int]:
@@ -127,11 +130,10 @@ def _size(graph: Graph) -> tuple[int, int, int]:
 
 def _difference(graph: Graph, small: Graph, examples: tuple[Tensor, ...]) -> float:
     """The largest difference, relative to the largest output."""
-    ours, theirs = small(*examples), graph(*examples)
-    pairs = zip(*((each,) if isinstance(each, Tensor) else each for each in (ours, theirs)), strict=True)
+    outputs = ([tensor.cpu().double() for tensor in parts(each(*examples))[1]] for each in (small, graph))
     ratios = [
-        ((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)).item()
-        for one, other in pairs
+        ((one - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
+        for one, other in zip(*outputs, strict=True)
         if other.numel()
     ]
     return max(ratios, default=0.0)

@@ -81,7 +81,7 @@ def footprint(graph: Graph) -> int:
     be copied by the operation that reads it.
     """
     types = [tensor.dtype for tensor in graph.constants.values()]
-    types += [DTYPES[str(node.attributes["dtype"])] for node in graph.nodes if "dtype" in node.attributes]
+    types += [DTYPES[node.word("dtype")] for node in graph.nodes if "dtype" in node.attributes]
     width = max((dtype.itemsize for dtype in types), default=4)
     shapes = {node.name: node.shape for node in graph.nodes}
     shapes |= {name: tuple(tensor.shape) for name, tensor in graph.constants.items()}

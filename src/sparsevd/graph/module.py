@@ -5,12 +5,13 @@ Layers whose tensors are constants become `nn.Linear`, `nn.Conv2d` and so on und
 """
 
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from sparsevd.graph import names
+from sparsevd.graph.outputs import returned
 from sparsevd.graph.structure import Graph, Node, evaluate
 
 _DEEPEST = 32  # words of a name that become modules in each other
@@ -54,9 +55,10 @@ def to_module(graph: Graph) -> nn.Module:
                 trained = name in graph.parameters and tensor.is_floating_point()
                 path = tree.put(name, nn.Parameter(tensor) if trained else tensor)
                 values[name] = fx.Proxy(traced.create_node("get_attr", path, name=_variable(path)), tracer)
-        values[node.name] = evaluate(node, [values[name] for name in node.inputs], batch)  # type: ignore[assignment, misc]
-    results = tuple(values[name].node for name in graph.outputs)
-    traced.output(results[0] if len(results) == 1 else results)
+        proxies: Any = [values[name] for name in node.inputs]  # which stand in for tensors
+        values[node.name] = cast(Any, evaluate(node, proxies, batch))
+    results: Any = returned(graph.keys, tuple(values[name].node for name in graph.outputs))
+    traced.output(results)
     return fx.GraphModule(tree.root, traced, "Network").eval()
 
 
@@ -112,7 +114,7 @@ def _build(graph: Graph, node: Node) -> nn.Module:
         else:
             setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=key in graph.parameters))
     if "num_batches_tracked" in layer._buffers:
-        layer.num_batches_tracked = torch.tensor(0)
+        layer.num_batches_tracked = torch.tensor(0, device=tensors[0].device)
     return layer
 
 
@@ -138,15 +140,15 @@ def _conv_transpose(node: Node, weight: Tensor, bias: Tensor | None = None) -> n
 
 def _batch_norm(node: Node, mean: Tensor, *rest: Tensor) -> nn.Module:
     kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(node.shape) - 2]
-    return kind(len(mean), eps=float(node.attributes["eps"]))  # type: ignore[arg-type]
+    return kind(len(mean), eps=node.real("eps"))
 
 
 def _layer_norm(node: Node, weight: Tensor, bias: Tensor) -> nn.Module:
-    return nn.LayerNorm(tuple(weight.shape), eps=float(node.attributes["eps"]))  # type: ignore[arg-type]
+    return nn.LayerNorm(tuple(weight.shape), eps=node.real("eps"))
 
 
 def _group_norm(node: Node, weight: Tensor, bias: Tensor) -> nn.Module:
-    return nn.GroupNorm(int(node.attributes["groups"]), len(weight), float(node.attributes["eps"]))  # type: ignore[arg-type]
+    return nn.GroupNorm(node.integer("groups"), len(weight), node.real("eps"))
 
 
 def _embedding(node: Node, weight: Tensor) -> nn.Module:

@@ -32,23 +32,26 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def _is_int(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**31
+_MOST = 2**31 - 1
+
+
+def _int(least: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and least <= value <= _MOST
 
 
 def _ints(least: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is tuple and all(_is_int(item) and item >= least for item in value)
+    return lambda value: type(value) is tuple and all(map(_int(least), value))
 
 
 # Kind of an attribute → is this value allowed?
 KINDS: dict[str, Callable[[object], bool]] = {
-    "natural": lambda value: _is_int(value) and value >= 0,  # type: ignore[operator]
-    "positive": lambda value: _is_int(value) and value >= 1,  # type: ignore[operator]
+    "natural": _int(0),
+    "positive": _int(1),
     "naturals": _ints(0),
     "positives": _ints(1),
-    "axis": lambda value: _is_int(value) and value >= 0,  # type: ignore[operator]
+    "axis": _int(0),
     "axes": _ints(0),
-    "shape": _ints(-(2**31)),  # sizes; -k stands for k times the batch size
+    "shape": _ints(-_MOST),  # sizes; -k stands for k times the batch size
     "float": lambda value: type(value) is float and not math.isnan(value),
     "eps": lambda value: type(value) is float and 0 <= value < math.inf,
     "bool": lambda value: type(value) is bool,
@@ -118,6 +121,42 @@ def _attention(
 
 _WINDOW = {"kernel": "positives", "stride": "positives", "padding": "naturals"}
 
+# Element by element: each number of the result depends on the number in its place, and on nothing else.
+POINTWISE: dict[str, Operation] = {
+    "relu": Operation(F.relu, 1, 1, {}),
+    "leaky_relu": Operation(lambda x, *, slope: F.leaky_relu(x, slope), 1, 1, {"slope": "float"}),
+    "elu": Operation(F.elu, 1, 1, {"alpha": "float"}),
+    "selu": Operation(F.selu, 1, 1, {}),
+    "gelu": Operation(F.gelu, 1, 1, {"approximate": "gelu"}),
+    "silu": Operation(F.silu, 1, 1, {}),
+    "mish": Operation(F.mish, 1, 1, {}),
+    "hardswish": Operation(F.hardswish, 1, 1, {}),
+    "hardsigmoid": Operation(F.hardsigmoid, 1, 1, {}),
+    "softplus": Operation(F.softplus, 1, 1, {"beta": "float", "threshold": "float"}),
+    "sigmoid": Operation(torch.sigmoid, 1, 1, {}),
+    "tanh": Operation(torch.tanh, 1, 1, {}),
+    "clamp": Operation(lambda x, *, least, most: x.clamp(least, most), 1, 1, {"least": "float", "most": "float"}),
+    "exp": Operation(torch.exp, 1, 1, {}),
+    "log": Operation(torch.log, 1, 1, {}),
+    "sqrt": Operation(torch.sqrt, 1, 1, {}),
+    "rsqrt": Operation(torch.rsqrt, 1, 1, {}),
+    "abs": Operation(torch.abs, 1, 1, {}),
+    "neg": Operation(torch.neg, 1, 1, {}),
+    "erf": Operation(torch.erf, 1, 1, {}),
+    "pow": Operation(torch.pow, 1, 1, {"exponent": "float"}),
+    "cast": Operation(lambda x, *, dtype: x.to(DTYPES[dtype]), 1, 1, {"dtype": "dtype"}),
+}
+
+# Two values, element by element, broadcast as in torch; a number is a constant without axes.
+ARITHMETIC: dict[str, Operation] = {
+    "add": Operation(torch.add, 2, 2, {}),
+    "sub": Operation(torch.sub, 2, 2, {}),
+    "mul": Operation(torch.mul, 2, 2, {}),
+    "div": Operation(torch.div, 2, 2, {}),
+    "maximum": Operation(torch.maximum, 2, 2, {}),
+    "minimum": Operation(torch.minimum, 2, 2, {}),
+}
+
 OPS: dict[str, Operation] = {
     # Where data comes in. The shape is the node's own.
     "input": Operation(lambda: torch.empty(0), 0, 0, {"dtype": "dtype"}),
@@ -143,36 +182,8 @@ OPS: dict[str, Operation] = {
     "group_norm": Operation(_group_norm, 3, 3, {"groups": "positive", "eps": "eps"}),
     "embedding": Operation(F.embedding, 2, 2, {}),
     "prelu": Operation(F.prelu, 2, 2, {}),
-    # Element by element.
-    "relu": Operation(F.relu, 1, 1, {}),
-    "leaky_relu": Operation(lambda x, *, slope: F.leaky_relu(x, slope), 1, 1, {"slope": "float"}),
-    "elu": Operation(F.elu, 1, 1, {"alpha": "float"}),
-    "selu": Operation(F.selu, 1, 1, {}),
-    "gelu": Operation(F.gelu, 1, 1, {"approximate": "gelu"}),
-    "silu": Operation(F.silu, 1, 1, {}),
-    "mish": Operation(F.mish, 1, 1, {}),
-    "hardswish": Operation(F.hardswish, 1, 1, {}),
-    "hardsigmoid": Operation(F.hardsigmoid, 1, 1, {}),
-    "softplus": Operation(F.softplus, 1, 1, {"beta": "float", "threshold": "float"}),
-    "sigmoid": Operation(torch.sigmoid, 1, 1, {}),
-    "tanh": Operation(torch.tanh, 1, 1, {}),
-    "clamp": Operation(lambda x, *, least, most: x.clamp(least, most), 1, 1, {"least": "float", "most": "float"}),
-    "exp": Operation(torch.exp, 1, 1, {}),
-    "log": Operation(torch.log, 1, 1, {}),
-    "sqrt": Operation(torch.sqrt, 1, 1, {}),
-    "rsqrt": Operation(torch.rsqrt, 1, 1, {}),
-    "abs": Operation(torch.abs, 1, 1, {}),
-    "neg": Operation(torch.neg, 1, 1, {}),
-    "erf": Operation(torch.erf, 1, 1, {}),
-    "pow": Operation(torch.pow, 1, 1, {"exponent": "float"}),
-    "cast": Operation(lambda x, *, dtype: x.to(DTYPES[dtype]), 1, 1, {"dtype": "dtype"}),
-    # Two values, broadcast as in torch; a number is a constant without axes.
-    "add": Operation(torch.add, 2, 2, {}),
-    "sub": Operation(torch.sub, 2, 2, {}),
-    "mul": Operation(torch.mul, 2, 2, {}),
-    "div": Operation(torch.div, 2, 2, {}),
-    "maximum": Operation(torch.maximum, 2, 2, {}),
-    "minimum": Operation(torch.minimum, 2, 2, {}),
+    **POINTWISE,
+    **ARITHMETIC,
     "matmul": Operation(torch.matmul, 2, 2, {}),
     "attention": Operation(_attention, 3, 4, {"scale": "float", "causal": "bool"}),
     # Windows and whole axes.

@@ -2,6 +2,11 @@
 
 Backwards through the graph, each value gets a mask of its elements (without the batch axis) that may reach an output.
 What is not known in detail counts as needing everything.
+
+This is not the analysis of `units` seen from behind. A unit there is an index along one axis, and it may go only if all
+that it is joined to goes; here each number has its own answer (a pixel behind a flatten may be read where its
+neighbours are not), and nothing need go together, since a zero takes no room in a file. What is written depends on
+it, so it must not change with what compaction learns. Both take what an operation is from `operations`.
 """
 
 import math
@@ -11,17 +16,12 @@ import torch
 from torch import Tensor
 
 from sparsevd.graph import Graph, Node
-
-# Each output element depends on the input element in the same place only.
-_ELEMENTWISE = (
-    *("relu", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus", "sigmoid"),
-    *("tanh", "clamp", "exp", "log", "sqrt", "rsqrt", "abs", "neg", "erf", "pow", "cast"),
-    *("add", "sub", "mul", "div", "maximum", "minimum"),
-)
+from sparsevd.graph.operations import ARITHMETIC, POINTWISE
 
 
 def relevant(graph: Graph) -> dict[str, Tensor]:
     """For every constant, where its numbers can matter."""
+    device = graph.device
     # The sizes of a value for one example of the batch; values that mix examples are not looked into.
     shapes = {
         node.name: node.shape[1:]
@@ -29,10 +29,12 @@ def relevant(graph: Graph) -> dict[str, Tensor]:
         if node.shape[:1] == (-1,) and min(node.shape[1:], default=0) >= 0
     }
     sizes = shapes | {name: tuple(tensor.shape) for name, tensor in graph.constants.items()}
-    needed = {name: torch.ones(shapes[name], dtype=torch.bool) for name in graph.outputs if name in shapes}
+    needed = {
+        name: torch.ones(shapes[name], dtype=torch.bool, device=device) for name in graph.outputs if name in shapes
+    }
     for node in reversed(graph.nodes):
         if node.name in shapes and node.name not in needed:  # nothing reads it
-            needed[node.name] = torch.zeros(shapes[node.name], dtype=torch.bool)
+            needed[node.name] = torch.zeros(shapes[node.name], dtype=torch.bool, device=device)
         rule = _RULES.get(node.op) if node.name in shapes else None
         masks = rule(node, needed[node.name], graph, shapes) if rule else None
         for i, name in enumerate(node.inputs):
@@ -40,12 +42,13 @@ def relevant(graph: Graph) -> dict[str, Tensor]:
             if name not in sizes:
                 continue
             if mask is None:
-                needed[name] = torch.ones(sizes[name], dtype=torch.bool)
+                needed[name] = torch.ones(sizes[name], dtype=torch.bool, device=device)
             else:
                 needed[name] = needed[name] | mask if name in needed else mask.expand(sizes[name])
         needed.pop(node.name, None)  # all who read it have been seen
     return {
-        name: needed.get(name, torch.zeros(tensor.shape, dtype=torch.bool)) for name, tensor in graph.constants.items()
+        name: needed.get(name, torch.zeros(tensor.shape, dtype=torch.bool, device=device))
+        for name, tensor in graph.constants.items()
     }
 
 
@@ -83,7 +86,7 @@ def _conv(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tuple[int,
     units = _units(wanted, 0)
     rows = units.view(-1, *[1] * (kernel.ndim - 1))
     channels = None
-    if node.attributes["groups"] == 1:
+    if node.integer("groups") == 1:
         reads = (rows & (kernel != 0)).transpose(0, 1).flatten(1).any(dim=1)
         channels = _spread(reads, shapes[source], 0)
     masks = (channels, rows.expand(kernel.shape), units)
@@ -112,8 +115,8 @@ def _elementwise(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tup
 
 
 def _concat(node: Node, wanted: Tensor, graph: Graph, shapes: dict[str, tuple[int, ...]]) -> _Masks:
-    axis = node.attributes["axis"]
-    if not isinstance(axis, int) or axis < 1 or any(name not in shapes for name in node.inputs):
+    axis = node.integer("axis")
+    if axis < 1 or any(name not in shapes for name in node.inputs):
         return None
     return torch.split(wanted, [shapes[name][axis - 1] for name in node.inputs], dim=axis - 1)
 
@@ -126,5 +129,5 @@ _RULES: dict[str, _Rule] = {
     "avg_pool": _pool,
     "reshape": _reshape,
     "concat": _concat,
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys((*POINTWISE, *ARITHMETIC), _elementwise),
 }

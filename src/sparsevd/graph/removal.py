@@ -1,13 +1,13 @@
-"""New graphs from old: batch norms folded, units removed, constant values put in place of what computes them."""
+"""New graphs from old: units removed, constant values put in place of what computes them."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from sparsevd.graph import Graph, Node
-from sparsevd.graph.units import BINARY, Analysis, Read
+from sparsevd.graph.operations import ARITHMETIC
+from sparsevd.graph.units import CPU, Analysis, Read
 
 
 def needed(graph: Graph) -> Graph:
@@ -18,51 +18,7 @@ def needed(graph: Graph) -> Graph:
             wanted.update(node.inputs)
     nodes = tuple(node for node in graph.nodes if node.name in wanted or node.op == "input")
     constants = {name: tensor for name, tensor in graph.constants.items() if name in wanted}
-    return Graph(nodes, constants, graph.outputs, graph.parameters & constants.keys())
-
-
-def fold_batch_norms(graph: Graph) -> Graph:
-    """Put a batch norm into the layer before it, where nothing else reads that layer."""
-    uses = Counter(name for node in graph.nodes for name in node.inputs) + Counter(graph.outputs)
-    layers = {node.name: node for node in graph.nodes}
-    constants, parameters = dict(graph.constants), set(graph.parameters)
-    folded: dict[str, Node] = {}  # layer → the layer with the norm in it
-    names: dict[str, str] = {}  # batch norm → layer
-    taken, outputs = {*layers, *constants}, set(graph.outputs)
-    for node in graph.nodes:
-        if node.op != "batch_norm" or node.name in outputs:
-            continue
-        layer = layers.get(node.inputs[0])
-        if layer is None or layer.op not in ("linear", "conv", "conv_transpose") or uses[layer.name] != 1:
-            continue
-        own = [*layer.inputs[1:], *node.inputs[1:]]
-        if any(name not in constants or uses[name] != 1 for name in own) or len(layer.shape) != _rank(layer):
-            continue
-        mean, variance, weight, bias = (constants[name].double() for name in node.inputs[1:])
-        scale = weight / (variance + float(node.attributes["eps"])).sqrt()  # type: ignore[arg-type]
-        old = constants[layer.inputs[1]]
-        if layer.op == "conv_transpose":
-            groups = int(layer.attributes["groups"])  # type: ignore[arg-type]
-            shape = (groups, 1, -1, *[1] * (old.ndim - 2))
-            new = old.double().view(groups, -1, *old.shape[1:]) * scale.view(shape)
-            constants[layer.inputs[1]] = new.flatten(0, 1).to(old.dtype)
-        else:
-            constants[layer.inputs[1]] = (old.double() * scale.view(-1, *[1] * (old.ndim - 1))).to(old.dtype)
-        before = constants[layer.inputs[2]].double() if len(layer.inputs) > 2 else torch.zeros_like(mean)
-        bias_name = layer.inputs[2] if len(layer.inputs) > 2 else free_name(f"{layer.name}.bias", taken)
-        constants[bias_name] = ((before - mean) * scale + bias).to(old.dtype)
-        if layer.inputs[1] in parameters:
-            parameters.add(bias_name)
-        folded[layer.name] = replace(layer, inputs=(*layer.inputs[:2], bias_name))
-        names[node.name] = layer.name
-    nodes = [folded.get(node.name, node) for node in graph.nodes if node.name not in names]
-    nodes = [replace(node, inputs=tuple(names.get(name, name) for name in node.inputs)) for node in nodes]
-    return needed(Graph(tuple(nodes), constants, graph.outputs, frozenset(parameters)))
-
-
-def _rank(layer: Node) -> int:
-    """The rank that a layer's result must have for axis 1 to be its units."""
-    return 2 if layer.op == "linear" else 2 + len(layer.attributes["stride"])  # type: ignore[arg-type]
+    return replace(graph, nodes=nodes, constants=constants, parameters=graph.parameters & constants.keys())
 
 
 def free_name(wanted: str, taken: set[str]) -> str:
@@ -82,7 +38,7 @@ def merge_constants(analysis: Analysis) -> Graph:
     constant images look the same up to a factor: their weights can be summed onto one of them.
     """
     graph = analysis.graph
-    readers = torch.zeros(len(analysis.joined), dtype=torch.long)
+    readers = torch.zeros(len(analysis.joined), dtype=torch.long, device=CPU)
     for read in analysis.reads:
         ids = analysis.roots(analysis.units[read.value].ids[~read.unread])
         readers.index_add_(0, ids, torch.ones_like(ids))
@@ -104,7 +60,7 @@ def merge_constants(analysis: Analysis) -> Graph:
         weight[stuck] = 0
         weight[largest] = total
         constants[node.inputs[1]] = weight.movedim(0, 1 if node.op == "conv" else 0).to(old.dtype)
-    return Graph(graph.nodes, constants, graph.outputs, graph.parameters)
+    return replace(graph, constants=constants)
 
 
 def without_units(analysis: Analysis) -> Graph:
@@ -138,7 +94,14 @@ class _Removal:
             if new is not None:
                 self.nodes.append(new)
                 self.shapes[new.name] = new.shape
-        return needed(Graph(tuple(self.nodes), self.constants, self.old.outputs, frozenset(self.parameters)))
+        return needed(
+            replace(
+                self.old,
+                nodes=tuple(self.nodes),
+                constants=self.constants,
+                parameters=frozenset(self.parameters),
+            )
+        )
 
     def shape(self, node: Node) -> tuple[int, ...]:
         if node.name not in self.keep:
@@ -170,7 +133,7 @@ class _Removal:
             return self._layer(node, inputs, shape)
         if node.op == "concat":
             return self._concat(node, inputs, shape)
-        if node.op in BINARY:
+        if node.op in ARITHMETIC:
             return self._binary(node, inputs, shape)
         if node.op == "expand" and tracked:
             self.constants[inputs[0]] = self._take(self.constants[inputs[0]], node, keep)
@@ -181,8 +144,8 @@ class _Removal:
                 if len(self.constants[name]) > 1:
                     self.constants[name] = self.constants[name][keep]
         if node.op == "slice" and before is not None and self._unit_axis(node.inputs[0]) == attributes["axis"]:
-            attributes["start"] = int(before[: attributes["start"]].sum())
-            attributes["stop"] = int(before[: node.attributes["stop"]].sum())
+            attributes["start"] = int(before[: node.integer("start")].sum())
+            attributes["stop"] = int(before[: node.integer("stop")].sum())
         if "shape" in attributes:
             attributes["shape"] = shape
         return Node(node.name, node.op, inputs, attributes, shape)
@@ -218,7 +181,7 @@ class _Removal:
         return Node(node.name, node.op, tuple(new), dict(node.attributes), shape)
 
     def _concat(self, node: Node, inputs: tuple[str, ...], shape: tuple[int, ...]) -> Node | None:
-        axis = int(node.attributes["axis"])  # type: ignore[arg-type]
+        axis = node.integer("axis")
         parts = tuple(name for name in inputs if name in self.constants or self.shapes[name][axis] != 0)
         if len(parts) == 1 and parts[0] not in self.constants and node.name not in self.outputs:
             self.renamed[node.name] = parts[0]
@@ -233,9 +196,9 @@ class _Removal:
         before = self.keep.get(node.inputs[0]) if read is not None else None
         weight = self.constants[inputs[1]]
         bias = self.constants[inputs[2]] if len(inputs) > 2 else None
-        groups = int(attributes.get("groups", 1))  # type: ignore[arg-type]
-        if before is not None and not bool(before.all()):
-            bias = self._with_known(node, read, weight, bias, before, groups)  # type: ignore[arg-type]
+        groups = 1 if node.op == "linear" else node.integer("groups")
+        if read is not None and before is not None and not bool(before.all()):
+            bias = self._with_known(node, read, weight, bias, before, groups)
         weight = _narrow(node.op, weight, before, after, groups)
         if groups > 1:
             kept = after.view(groups, -1).any(1)

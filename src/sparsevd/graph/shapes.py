@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparsevd.graph.operations import OPS
+from sparsevd.graph.operations import ARITHMETIC, OPS
 
 Shape = tuple[int, ...]
 MOST_AXES = 16  # as many as a tensor of a model file; torch takes no more than 64, and less in places
@@ -228,7 +228,7 @@ _RULES: dict[str, Callable[..., Shape]] = {
     "group_norm": _group_norm,
     "embedding": _embedding,
     "prelu": _prelu,
-    **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum"), _broadcast),
+    **dict.fromkeys(ARITHMETIC, _broadcast),
     "matmul": _matmul,
     "attention": _attention,
     "max_pool": _pool,

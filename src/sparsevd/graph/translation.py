@@ -132,7 +132,8 @@ class Translation:
 
     def number(self, value: float | bool) -> str:
         """A number as a constant of the result's type, which it then does not change."""
-        return self.constant("number", torch.tensor(value, dtype=self.current.meta["val"].dtype))
+        like = self.current.meta["val"]
+        return self.constant("number", torch.tensor(value, dtype=like.dtype, device=like.device))
 
     def add(
         self,

@@ -9,7 +9,8 @@ joined, and three facts are collected on the way through the graph:
 - reads: a layer reads a unit; its weights may all be zero, or a known value may be folded into its bias;
 - pins: something needs the unit as it is: the network's output, a softmax over the units, and so on.
 
-Everything is exact for finite inputs: 0 · x is taken to be 0.
+Everything is exact for finite inputs: 0 · x is taken to be 0. The graph must be on the CPU: these are many small
+tensors, and doubles, which not every device has.
 """
 
 import functools
@@ -23,13 +24,11 @@ from torch import Tensor
 
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, Node, evaluate
+from sparsevd.graph.operations import ARITHMETIC, POINTWISE
 
 # Units of all values together; each takes about a microsecond and a hundred bytes.
 MOST_UNITS = 1 << 23
-
-BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
-_SMOOTH = ("relu", "leaky_relu", "elu", "selu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "softplus")
-_SIMPLE = ("sigmoid", "tanh", "clamp", "exp", "log", "sqrt", "rsqrt", "abs", "neg", "erf", "pow", "cast")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Analysis:
     def fresh(self, axis: int, known: Tensor, values: Tensor) -> Units:
         first = len(self.joined)
         self.joined += range(first, first + len(known))
-        return Units(axis, torch.arange(first, first + len(known)), known, values)
+        return Units(axis, torch.arange(first, first + len(known), device=CPU), known, values)
 
     def find(self, identity: int) -> int:
         while self.joined[identity] != identity:
@@ -104,7 +103,7 @@ class Analysis:
 
     def roots(self, ids: Tensor) -> Tensor:
         """One id for all that are joined."""
-        return torch.tensor([self.find(identity) for identity in ids.tolist()], dtype=torch.long)
+        return torch.tensor([self.find(identity) for identity in ids.tolist()], dtype=torch.long, device=CPU)
 
     def join(self, first: Tensor, second: Tensor) -> None:
         for one, other in zip(first.tolist(), second.tolist(), strict=True):
@@ -119,7 +118,7 @@ class Analysis:
 
     def removable(self) -> Tensor:
         """For each id, by its root, whether it can leave the network."""
-        gone = torch.ones(len(self.joined), dtype=torch.bool)
+        gone = torch.ones(len(self.joined), dtype=torch.bool, device=CPU)
         for ids, _ in self.blocked:
             gone[self.roots(ids)] = False
         for read in self.reads:
@@ -131,7 +130,7 @@ class Analysis:
 
     def _balance(self, node: Node, gone: Tensor) -> bool:
         """Groups that stay must keep equally many inputs and equally many outputs; True if that took units back."""
-        groups = int(node.attributes["groups"])  # type: ignore[arg-type]
+        groups = node.integer("groups")
         sides = [self.roots(self.units[name].ids).view(groups, -1) for name in (node.inputs[0], node.name)]
         stays = [~gone[side] for side in sides]
         alive = stays[0].any(1) | stays[1].any(1)
@@ -182,7 +181,7 @@ def _input(a: Analysis, node: Node) -> Units | None:
         return None
     size = node.shape[1]
     a.check_room(node, size)
-    units = a.fresh(1, torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.double))
+    units = a.fresh(1, *(torch.zeros(size, dtype=dtype, device=CPU) for dtype in (torch.bool, torch.double)))
     a.blocked.append((units.ids, "it is the network's input"))
     return units
 
@@ -191,10 +190,8 @@ def _weights(a: Analysis, node: Node, outputs: int) -> tuple[Tensor, Tensor] | N
     """Weight and bias, if they are constants of this layer alone."""
     if any(name not in a.graph.constants or name in a.shared for name in node.inputs[1:]):
         return None
-    weight = a.graph.constants[node.inputs[1]].double()
-    bias = a.constant(node.inputs[2]) if len(node.inputs) > 2 else torch.zeros(outputs, dtype=torch.double)
-    assert bias is not None
-    return weight, bias
+    weight, *bias = (a.graph.constants[name].double() for name in node.inputs[1:])
+    return weight, bias[0] if bias else torch.zeros(outputs, dtype=torch.double, device=CPU)
 
 
 def _opaque(a: Analysis, node: Node) -> Units | None:
@@ -219,7 +216,7 @@ def _linear(a: Analysis, node: Node) -> Units | None:
 
 def _conv(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    groups = int(node.attributes["groups"])  # type: ignore[arg-type]
+    groups = node.integer("groups")
     tensors = _weights(a, node, node.shape[1])
     if tensors is None:
         return _opaque(a, node)
@@ -232,11 +229,13 @@ def _conv(a: Analysis, node: Node) -> Units | None:
         if groups > 1:
             a.blocked.append((units.ids, f"the groups of {node.name} must be of equal size"))
         return units
-    if any(node.attributes["padding"]):  # type: ignore[arg-type]
+    if any(node.integers("padding")):
         x = x.only_zero()
     per_group = len(bias) // groups
     inputs = weight.shape[1]
-    source = torch.arange(len(x.ids)).view(groups, inputs).repeat_interleave(per_group, 0)  # output → its inputs
+    source = (
+        torch.arange(len(x.ids), device=CPU).view(groups, inputs).repeat_interleave(per_group, 0)
+    )  # output → its inputs
     known = ~(used & ~x.known[source]).any(1)
     values = bias + (taps * torch.where(x.known, x.values, 0.0)[source]).sum(1)
     if groups > 1 and inputs == 1:  # depthwise: an output belongs to its input, as in batch norm
@@ -251,7 +250,7 @@ def _conv(a: Analysis, node: Node) -> Units | None:
 def _conv_transpose(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
     tensors = _weights(a, node, node.shape[1])
-    if tensors is None or node.attributes["groups"] != 1:
+    if tensors is None or node.integer("groups") != 1:
         return _opaque(a, node)
     weight, bias = tensors
     used = weight.flatten(2).any(2)  # (inputs, outputs)
@@ -332,27 +331,27 @@ def _pool(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
     if x is None:
         return None
-    if x.axis >= len(node.shape) - len(node.attributes["kernel"]):  # type: ignore[arg-type]
+    if x.axis >= len(node.shape) - len(node.integers("kernel")):
         return _mixes(a, node)
-    pads = any(node.attributes["padding"]) and node.attributes.get("count_padding", False)  # type: ignore[arg-type]
+    pads = node.op == "avg_pool" and any(node.integers("padding")) and node.flag("count_padding")
     return x.only_zero() if pads else x
 
 
 def _reduce(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    axes: tuple[int, ...] = node.attributes["axes"]  # type: ignore[assignment]
+    axes = node.integers("axes")
     if x is None:
         return None
     if x.axis in axes:
         return _mixes(a, node)
-    axis = x.axis if node.attributes["keep"] else x.axis - sum(reduced < x.axis for reduced in axes)
+    axis = x.axis if node.flag("keep") else x.axis - sum(reduced < x.axis for reduced in axes)
     moved = Units(axis, x.ids, x.known, x.values)
     return moved.only_zero() if node.op == "sum" else moved
 
 
 def _softmax(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    if x is None or x.axis == node.attributes["axis"]:
+    if x is None or x.axis == node.integer("axis"):
         return _mixes(a, node)
     return x.unknown()
 
@@ -372,7 +371,7 @@ def _reshape(a: Analysis, node: Node) -> Units | None:
         repeats, within = outer[0] // left[0], inner[0] // right[0]
         if repeats * size * within == length:
             a.check_room(node, length)
-            index = torch.arange(length) // within % size
+            index = torch.arange(length, device=CPU) // within % size
             return Units(axis, x.ids[index], x.known[index], x.values[index])
     return _mixes(a, node)
 
@@ -384,22 +383,22 @@ def _product(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _permute(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    axes: tuple[int, ...] = node.attributes["axes"]  # type: ignore[assignment]
+    axes = node.integers("axes")
     return None if x is None else Units(axes.index(x.axis), x.ids, x.known, x.values)
 
 
 def _slice(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
-    if x is None or x.axis != node.attributes["axis"]:
+    if x is None or x.axis != node.integer("axis"):
         return x
-    if node.attributes["step"] != 1:
+    if node.integer("step") != 1:
         return _mixes(a, node)
-    part = slice(node.attributes["start"], node.attributes["stop"])
+    part = slice(node.integer("start"), node.integer("stop"))
     return Units(x.axis, x.ids[part], x.known[part], x.values[part])
 
 
 def _select(a: Analysis, node: Node) -> Units | None:
-    x, axis = a.units.get(node.inputs[0]), int(node.attributes["axis"])  # type: ignore[arg-type]
+    x, axis = a.units.get(node.inputs[0]), node.integer("axis")
     if x is None or x.axis == axis:
         return _mixes(a, node)
     return Units(x.axis - (axis < x.axis), x.ids, x.known, x.values)
@@ -410,7 +409,7 @@ def _concat(a: Analysis, node: Node) -> Units | None:
     if len(parts) != len(node.inputs) or len({part.axis for part in parts}) != 1:
         return _mixes(a, node)
     axis = parts[0].axis
-    if axis == node.attributes["axis"]:
+    if axis == node.integer("axis"):
         return Units(axis, *(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "known", "values")))
     known, values = parts[0].known, parts[0].values
     for part in parts[1:]:
@@ -423,10 +422,9 @@ def _pad(a: Analysis, node: Node) -> Units | None:
     x = a.units.get(node.inputs[0])
     if x is None:
         return None
-    before: tuple[int, ...] = node.attributes["before"]  # type: ignore[assignment]
-    if x.axis >= len(node.shape) - len(before):
+    if x.axis >= len(node.shape) - len(node.integers("before")):
         return _mixes(a, node)
-    same = x.values == node.attributes["value"] if node.attributes["mode"] == "constant" else True
+    same = x.values == node.real("value") if node.word("mode") == "constant" else True
     return Units(x.axis, x.ids, x.known & same, x.values)
 
 
@@ -441,7 +439,7 @@ def _expand(a: Analysis, node: Node) -> Units | None:
     axis = axes[0] if axes else min(1, len(node.shape) - 1)
     if node.shape[axis] != tensor.shape[axis]:
         return None
-    return a.fresh(axis, torch.ones(tensor.shape[axis], dtype=torch.bool), tensor.flatten())
+    return a.fresh(axis, torch.ones(tensor.shape[axis], dtype=torch.bool, device=CPU), tensor.flatten())
 
 
 _RULES: dict[str, Callable[[Analysis, Node], Units | None]] = {
@@ -452,8 +450,8 @@ _RULES: dict[str, Callable[[Analysis, Node], Units | None]] = {
     "embedding": _embedding,
     "batch_norm": _per_unit,
     "prelu": _per_unit,
-    **dict.fromkeys((*_SMOOTH, *_SIMPLE), _apart),
-    **dict.fromkeys(BINARY, _binary),
+    **dict.fromkeys(POINTWISE, _apart),
+    **dict.fromkeys(ARITHMETIC, _binary),
     "max_pool": _pool,
     "avg_pool": _pool,
     "mean": _reduce,

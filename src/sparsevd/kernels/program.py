@@ -1,7 +1,7 @@
 """The door to a whole network in C: its steps as structs, checked against the memory that they will work in."""
 
 import ctypes
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,19 @@ from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.inference import ENOUGH
 from sparsevd.kernels.loading import lanes, required
-from sparsevd.kernels.steps import KINDS, OVERREAD, Network, Step, Value, nonzeros_of
+from sparsevd.kernels.steps import (
+    OVERREAD,
+    Add,
+    Affine,
+    Network,
+    Pool,
+    Product,
+    Repack,
+    Step,
+    Value,
+    Window,
+    nonzeros_of,
+)
 from sparsevd.kernels.structs import NONZERO, LayerStruct, PlanStruct, StepStruct, ValueStruct
 
 
@@ -29,7 +41,7 @@ class Program:
         self._kept: list[Any] = []  # what the structs point to
         floats = net.placed(images)
         self.floats, self.instruction_set, self.images = -(-floats // 16) * 16, instruction_set, images
-        in_phases = {id(step.out) for step in net.steps if step.kind == "REPACK"}
+        in_phases = {id(step.out) for step in net.steps if isinstance(step, Repack)}
         for value in net.values:
             self._check(value, id(value) in in_phases)
         steps = (StepStruct * len(net.steps))(*(self._step(step) for step in net.steps))
@@ -49,9 +61,9 @@ class Program:
         self._run = built.sparsevd_plan_run
         self._free: list[tuple[int, int, Tensor]] = []  # scratch memory that no call uses now
         self.work = images * sum(
-            int(torch.count_nonzero(cast(Tensor, step.weight))) * step.out.height * step.out.width
+            int(torch.count_nonzero(step.weight)) * step.out.height * step.out.width
             for step in net.steps
-            if step.kind == "PRODUCT"
+            if isinstance(step, Product)
         )
 
     def __call__(self, x: Tensor, out_shape: tuple[int, ...]) -> Tensor:
@@ -89,9 +101,9 @@ class Program:
         if not (sound and rows_fit and end <= self.floats):
             raise ArgumentError(f"an activation has no room: {value} for {self.images} images in {self.floats} floats")
 
-    def _check_reads(self, step: Step, offsets: Any) -> None:
+    def _check_reads(self, step: Product, offsets: Any) -> None:
         """A product reads its input's planes; its last vector of a row may go past them by less than OVERREAD."""
-        source, out = step.inputs[0], step.out
+        source, out = step.source, step.out
         reach = ((out.height - 1) * source.pitch + out.width) * self.images
         end = source.channels * source.plane * self.images
         if len(offsets) and not (offsets.min() >= 0 and offsets.max() + reach <= end):
@@ -129,11 +141,10 @@ class Program:
         self._kept.append(layer)
         return layer
 
-    def _layer(self, step: Step) -> LayerStruct:
-        source, out = step.inputs[0], step.out
+    def _layer(self, step: Product) -> LayerStruct:
+        source, out = step.source, step.out
         arrays = nonzeros_of(step, self.images)
         self._check_reads(step, arrays["nonzeros"]["offset"])
-        bias = np.zeros(out.channels, np.float32) if step.shift is None else step.shift.numpy()
         layer = LayerStruct(
             channels=source.channels,
             height=source.height,
@@ -150,7 +161,7 @@ class Program:
             out_plane=out.plane,
             low=step.bounds[0],
             high=step.bounds[1],
-            bias=self._pointer("bias", bias, (out.channels,), np.float32),
+            bias=self._pointer("bias", step.biases(), (out.channels,), np.float32),
             order=self._pointer("order", arrays["order"], (out.channels,), np.int32),
             starts=self._pointer("starts", arrays["starts"], (out.channels + 1,), np.int32),
             nonzeros=self._pointer("nonzeros", arrays["nonzeros"], (arrays["starts"][-1],), NONZERO),
@@ -159,41 +170,42 @@ class Program:
         return layer
 
     def _step(self, step: Step) -> StepStruct:
+        source, out = step.source, step.out
+        sizes = {(value.channels, value.height, value.width) for value in (*step.inputs, out)}
+        same_size = len(sizes) == 1 or not isinstance(step, Add | Affine | Repack)
+        if not same_size or (source.channels != out.channels and not isinstance(step, Product)):
+            raise ArgumentError(f"{step.kind.name} {step.name!r} cannot go from {step.inputs} to {out}")
         result = StepStruct(
-            kind=KINDS.index(step.kind),
-            input=_value(step.inputs[0]),
+            kind=step.kind,
+            input=_value(source),
             second=_value(step.inputs[-1]),
-            out=_value(step.out),
+            out=_value(out),
             low=step.bounds[0],
             high=step.bounds[1],
         )
-        source, out = step.inputs[0], step.out
-        sizes = {(value.channels, value.height, value.width) for value in (*step.inputs, out)}
-        if step.kind == "PRODUCT":
-            result.layer = ctypes.addressof(self._layer(step))
-        elif step.kind == "REPACK":
-            assert step.phases is not None
-            layer = LayerStruct(place=self._places(step.phases.pixels, out))
-            self._kept.append(layer)
-            result.layer = ctypes.addressof(layer)
-        elif step.kind == "AFFINE":
-            for name, tensor in (("scale", step.scale), ("shift", step.shift)):
-                numbers = cast(Tensor, tensor).numpy()
-                setattr(result, name, self._pointer(name, numbers, (source.channels,), np.float32))
-        if step.window is not None:
-            window = step.window
-            for size, *axis in zip((out.height, out.width), window.kernel, window.stride, window.dilation, strict=True):
-                kernel, stride, dilation = (door.int32("of a window", number, least=1) for number in axis)
-                door.int32("the reach of a window", (size - 1) * stride + (kernel - 1) * dilation)
-            (result.kernel_y, result.kernel_x), (result.stride_y, result.stride_x) = window.kernel, window.stride
-            result.top, result.left = (door.int32("padding", number) for number in window.padding)
-            result.dilation_y, result.dilation_x = window.dilation
-            result.count_padding = window.count_padding
-        if (source.channels != out.channels and step.kind != "PRODUCT") or (
-            len(sizes) > 1 and step.kind in ("ADD", "AFFINE", "REPACK")
-        ):
-            raise ArgumentError(f"{step.kind} {step.name!r} cannot go from {step.inputs} to {out}")
+        match step:
+            case Product():
+                result.layer = ctypes.addressof(self._layer(step))
+            case Repack():
+                layer = LayerStruct(place=self._places(step.phases.pixels, out))
+                self._kept.append(layer)
+                result.layer = ctypes.addressof(layer)
+            case Affine():
+                result.scale = self._pointer("scale", step.scale.numpy(), (source.channels,), np.float32)
+                result.shift = self._pointer("shift", step.shift.numpy(), (source.channels,), np.float32)
+            case Pool():
+                _put_window(result, step.window, out)
         return result
+
+
+def _put_window(step: StepStruct, window: Window, out: Value) -> None:
+    for size, *axis in zip((out.height, out.width), window.kernel, window.stride, window.dilation, strict=True):
+        kernel, stride, dilation = (door.int32("of a window", number, least=1) for number in axis)
+        door.int32("the reach of a window", (size - 1) * stride + (kernel - 1) * dilation)
+    (step.kernel_y, step.kernel_x), (step.stride_y, step.stride_x) = window.kernel, window.stride
+    step.top, step.left = (door.int32("padding", number) for number in window.padding)
+    step.dilation_y, step.dilation_x = window.dilation
+    step.count_padding = window.count_padding
 
 
 def _value(value: Value) -> ValueStruct:

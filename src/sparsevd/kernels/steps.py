@@ -3,8 +3,9 @@
 A plan runs these steps, and the exported C file is written from them.
 """
 
+import enum
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +17,6 @@ INFINITY = float("inf")
 MOST_NUMBERS = 1 << 28  # of all activations of one image, each of which has its place
 OVERREAD = 64  # floats that a tile may read past the last plane
 _ROUNDING = 16  # floats: activations begin at whole cache lines
-KINDS = ("PRODUCT", "REPACK", "MAX_POOL", "AVERAGE_POOL", "AFFINE", "ADD")  # enum step_kind
 
 
 @dataclass
@@ -57,22 +57,86 @@ class Window:
     count_padding: bool = False
 
 
+class StepKind(enum.IntEnum):
+    """`enum step_kind` of inference.h, in its order."""
+
+    PRODUCT = 0
+    REPACK = 1
+    MAX_POOL = 2
+    AVERAGE_POOL = 3
+    AFFINE = 4
+    ADD = 5
+
+
 @dataclass
 class Step:
-    """One operation: kinds are those of `enum step_kind` in inference.h."""
+    """One operation, of which there is a class for each kind; its results are clamped to the bounds."""
 
-    kind: str
+    kind: ClassVar[StepKind]
+    name: str
     inputs: tuple[Value, ...]
     out: Value
-    weight: Tensor | None = None  # [outputs, inputs of a group, kernel_y, kernel_x]
-    scale: Tensor | None = None
-    shift: Tensor | None = None  # the bias of a product
-    bounds: tuple[float, float] = (-INFINITY, INFINITY)
+    bounds: tuple[float, float] = field(default=(-INFINITY, INFINITY), kw_only=True)
+
+    @property
+    def source(self) -> Value:
+        return self.inputs[0]
+
+
+@dataclass
+class Product(Step):
+    """A convolution; or, where it is linear, a product with all numbers of its input."""
+
+    kind = StepKind.PRODUCT
+    weight: Tensor  # [outputs, inputs of a group, kernel_y, kernel_x]
+    bias: Tensor | None
     geometry: Geometry = field(default_factory=Geometry)
-    window: Window | None = None
-    linear: bool = False  # a product of all numbers, not a convolution
-    phases: Planes | None = None  # of a REPACK for a strided convolution, and of the product that follows
-    name: str = ""
+    linear: bool = False
+    phases: Planes | None = None  # how its input lies, if a Repack came before
+
+    @property
+    def kernel(self) -> tuple[int, int]:
+        return self.weight.shape[2], self.weight.shape[3]
+
+    def biases(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.zeros(self.out.channels, np.float32) if self.bias is None else self.bias.numpy()
+
+
+@dataclass
+class Repack(Step):
+    """The pixels of an image laid out for a convolution, by the phases of its stride."""
+
+    kind = StepKind.REPACK
+    phases: Planes
+
+
+@dataclass
+class Pool(Step):
+    window: Window
+
+
+@dataclass
+class MaxPool(Pool):
+    kind = StepKind.MAX_POOL
+
+
+@dataclass
+class AveragePool(Pool):
+    kind = StepKind.AVERAGE_POOL
+
+
+@dataclass
+class Affine(Step):
+    """scale · x + shift, for each channel."""
+
+    kind = StepKind.AFFINE
+    scale: Tensor
+    shift: Tensor
+
+
+@dataclass
+class Add(Step):
+    kind = StepKind.ADD
 
 
 @dataclass
@@ -100,10 +164,10 @@ class Network:
         return floats
 
 
-def nonzeros_of(step: Step, images: int) -> dict[str, Any]:
+def nonzeros_of(step: Product, images: int) -> dict[str, Any]:
     """Order, starts and nonzeros of a product, with offsets into the planes that its input has."""
-    weight = cast(Tensor, step.weight).numpy()
-    source, geometry = step.inputs[0], step.geometry
+    weight = step.weight.numpy()
+    source, geometry = step.source, step.geometry
     filters, inputs, y, x = np.nonzero(weight)
     values = weight[filters, inputs, y, x]
     inputs = inputs + filters // (weight.shape[0] // geometry.groups) * weight.shape[1]

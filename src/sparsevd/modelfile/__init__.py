@@ -6,6 +6,7 @@ network = sparsevd.load("lenet.spvd")                            # plain torch, 
 sparsevd.load("lenet.spvd", into=my_model)                       # any architecture, with or without `example`
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
@@ -191,7 +192,7 @@ def _taken_from(entries: list[Entry]) -> dict[str, Tensor]:
 def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:
     """Put to zero what cannot matter once the numbers are rounded: weights and bias of units that nothing reads."""
     tensors = tensors_of(entries)
-    masks = relevant(Graph(graph.nodes, {name: tensors[name] for name in graph.constants}, graph.outputs))
+    masks = relevant(replace(graph, constants={name: tensors[name] for name in graph.constants}))
     shared = {entry.alias for entry in entries if entry.form == Form.ALIAS}
     for i, entry in enumerate(entries):
         if entry.name in masks and i not in shared and isinstance(entry.values, np.ndarray):

@@ -5,12 +5,14 @@ only where the operation does not give them away.
 """
 
 import struct
+from dataclasses import replace
 
 from torch import Tensor
 
 from sparsevd.errors import FormatError, GraphError
 from sparsevd.graph import OPS, Attribute, Graph, Node
 from sparsevd.graph.cost import footprint
+from sparsevd.graph.structure import shape_of
 from sparsevd.modelfile.fields import Reader, signed, unsigned, varint
 
 _LISTS = ("naturals", "positives", "axes", "shape")
@@ -37,11 +39,11 @@ def described(graph: Graph, constants: list[str]) -> bytes:
         for key, kind in OPS[node.op].attributes.items():
             out += _attribute(kind, node.attributes[key])
         read = [shapes[name] if name in shapes else tensors[name] for name in node.inputs]
-        guess = _guess(node.op, read, node.attributes)
-        out += b"\0" if guess == node.shape else b"\1" + _attribute("shape", node.shape)
+        out += b"\0" if _left_out(node, read) else b"\1" + _attribute("shape", node.shape)
     out += varint(len(graph.outputs)) + b"".join(varint(len(graph.nodes) - 1 - places[name]) for name in graph.outputs)
     frozen = [i for i, name in enumerate(constants) if name in graph.constants and name not in graph.parameters]
-    return bytes(out) + varint(len(frozen)) + b"".join(map(varint, frozen))
+    out += varint(len(frozen)) + b"".join(map(varint, frozen))
+    return bytes(out) + b"".join(key.encode() + b"\n" for key in graph.keys)
 
 
 def graph_of(data: bytes, constants: dict[str, Tensor], max_bytes: int) -> Graph:
@@ -55,15 +57,19 @@ def graph_of(data: bytes, constants: dict[str, Tensor], max_bytes: int) -> Graph
     used: list[int] = []
     taken = set(names)
     for i in range(reader.varint()):
-        nodes.append(_node(reader, i, nodes, names, used, constants, taken))
+        try:
+            nodes.append(_node(reader, i, nodes, names, used, constants, taken))
+        except GraphError as error:
+            raise FormatError(f"its graph is damaged: {error}") from error
     outputs = tuple(nodes[_place(len(nodes) - 1 - reader.varint(), len(nodes))].name for _ in range(reader.varint()))
     frozen = {reader.varint() for _ in range(reader.varint())}
+    keys = () if reader.finished() else tuple(reader.line() for _ in outputs)
     if not reader.finished():
         raise FormatError("its graph is longer than what it describes")
     kept = {names[i]: constants[names[i]] for i in sorted(set(used))}
     parameters = frozenset(name for i, name in enumerate(names) if name in kept and i not in frozen)
     try:
-        graph = Graph(tuple(nodes), kept, outputs, parameters).check()
+        graph = Graph(tuple(nodes), kept, outputs, parameters, keys).check()
     except GraphError as error:
         raise FormatError(f"its graph is damaged: {error}") from error
     needed = footprint(graph)
@@ -101,19 +107,14 @@ def _node(
             inputs.append(names[place])
             shapes.append(tuple(constants[names[place]].shape))
     attributes = {key: _parsed(reader, kind) for key, kind in OPS[op].attributes.items()}
-    if reader.byte():
-        shape = reader.numbers(signs=True)
-    else:
-        guess = _guess(op, shapes, attributes)
-        if guess is None:
-            raise FormatError(f"its graph does not say the shape of a {op}")
-        shape = guess
+    said = reader.numbers(signs=True) if reader.byte() else None
     weights = [name.removesuffix(".weight") for name in inputs if name.endswith(".weight")]
     name = weights[0] if weights and weights[0] not in taken else f"{op}_{i}"
     while name in taken:
         name += "_"
     taken.add(name)
-    return Node(name, op, tuple(inputs), attributes, shape)
+    node = Node(name, op, tuple(inputs), attributes, said or ())
+    return node if said is not None else replace(node, shape=shape_of(node, shapes))
 
 
 def _place(place: int, limit: int) -> int:
@@ -123,15 +124,11 @@ def _place(place: int, limit: int) -> int:
 
 
 def _attribute(kind: str, value: Attribute) -> bytes:
-    if kind in _LISTS:
-        assert isinstance(value, tuple)
+    if isinstance(value, tuple):
         return varint(len(value)) + b"".join(varint(unsigned(item) if kind == "shape" else item) for item in value)
-    if kind in _WORDS:
-        return str(value).encode() + b"\n"
-    if kind in _FLOATS:
-        return struct.pack(">d", value)
-    assert isinstance(value, int)
-    return varint(value)
+    if isinstance(value, str):
+        return value.encode() + b"\n"
+    return struct.pack(">d", value) if isinstance(value, float) else varint(value)
 
 
 def _parsed(reader: Reader, kind: str) -> Attribute:
@@ -145,26 +142,17 @@ def _parsed(reader: Reader, kind: str) -> Attribute:
     return value != 0 if kind == "bool" else value
 
 
-def _guess(op: str, shapes: list[tuple[int, ...]], attributes: dict[str, Attribute]) -> tuple[int, ...] | None:
-    """The shape that an operation most likely gives: right for the usual ones, and checked for all."""
-    if op == "reshape":
-        shape = attributes["shape"]
-        return shape if isinstance(shape, tuple) else None
-    if not shapes or not shapes[0]:
-        return None
-    first = shapes[0]
-    if op == "linear" and len(shapes) > 1 and shapes[1]:
-        return (*first[:-1], shapes[1][0])
-    kernel = shapes[1][2:] if op == "conv" and len(shapes) > 1 and shapes[1] else attributes.get("kernel")
-    if op in ("conv", "max_pool", "avg_pool") and isinstance(kernel, tuple) and len(kernel) == len(first) - 2:
-        rest = []
-        for axis, (size, width) in enumerate(zip(first[2:], kernel, strict=True)):
-            settings = [attributes.get(key, (1,) * len(kernel)) for key in ("stride", "padding", "dilation")]
-            if any(not isinstance(value, tuple) or len(value) != len(kernel) for value in settings):
-                return None
-            stride, padding, dilation = (value[axis] for value in settings if isinstance(value, tuple))
-            if stride < 1:
-                return None
-            rest.append((size + 2 * padding - dilation * (width - 1) - 1) // stride + 1)
-        return (first[0], shapes[1][0] if op == "conv" else first[1], *rest)
-    return first
+def _left_out(node: Node, read: list[tuple[int, ...]]) -> bool:
+    """Whether the file does not say a node's shape.
+
+    Every shape could be left out, since the operation gives it; but the first files say most of them, and the same
+    network shall always be the same bytes. So these stay the only ones.
+    """
+    if node.op in ("reshape", "linear", "conv"):
+        return True
+    if node.op in ("max_pool", "avg_pool"):
+        try:
+            return node.shape == shape_of(replace(node, attributes={**node.attributes, "ceil_mode": False}), read)
+        except GraphError:  # which a reader shall find
+            return False
+    return bool(read) and bool(read[0]) and node.shape == read[0]

@@ -1,29 +1,32 @@
-"""A pruned network made faster, layer by layer: sparse wherever that measures faster than dense."""
+"""A pruned network made faster: as one plan, or layer by layer, or as it was, whichever measures fastest."""
 
 import copy
-import warnings
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd import kernels
-from sparsevd.conversion import FAST_PATHS
 from sparsevd.errors import ArgumentError, ConversionError
+from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table as text_table
-from sparsevd.runtime.folding import Followers, followers, with_batch_norm
-from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, group_choices
+from sparsevd.runtime.folding import Followers, channel_norm, followers
+from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, ways
+from sparsevd.runtime.plan import Plan, plan
 from sparsevd.runtime.timing import timings
 
 WORTH = 0.97  # a layer stays dense unless the sparse way takes at most this part of the time
+HOPELESS = 2.0  # times as long as dense: a plan of layers that are so slow when sparse is not tried
+
+DENSE, LAYERS, PLAN = "as it was", "layer by layer", "as one plan"
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One layer: the share of weights kept, seconds per call both ways, and which way it now takes."""
+    """One layer: the share of weights kept, seconds per call both ways, and which way it takes by itself."""
 
     name: str
     kept: float
@@ -34,35 +37,72 @@ class LayerChoice:
 
 
 class Accelerated(nn.Module):
-    """A network whose layers take their faster way; call it as the network it was made from. For inference only.
+    """A network that takes its fastest way; call it as the network it was made from. For inference only.
 
     It is a snapshot: weights and biases were copied when it was made, and what later becomes of the network it was made
     from does not change it. To have it follow, call `accelerate` again.
 
-    `choices` holds what was measured, `left_alone` what was not touched and why; printing it shows both. Other
-    attributes are those of the network.
+    `measured` has the seconds of each way, `chosen` the way taken, `no_plan` the reason if the whole network is not one
+    plan; `choices` what was measured layer by layer, `left_alone` what was not touched and why. Printing it shows all.
+    Inputs that the plan was not made for go through `model`, where the layers take their own ways. Other attributes are
+    those of the network.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        whole: Plan | None,
+        measured: dict[str, float],
+        no_plan: str,
         choices: tuple[LayerChoice, ...],
         left_alone: dict[str, str],
-        seconds: tuple[float, float],
     ) -> None:
         super().__init__()
         self.model = model
+        self.plan = whole
+        self.measured, self.no_plan = measured, no_plan
         self.choices, self.left_alone = choices, left_alone
-        self.dense_seconds, self.seconds = seconds
         self.training = False
+        self.register_load_state_dict_post_hook(_plan_is_of_other_weights)  # type: ignore[no-untyped-call]
+
+    @property
+    def chosen(self) -> str:
+        layered = any(isinstance(module, InferenceLayer) for module in self.model.modules())
+        return PLAN if self.plan is not None else LAYERS if layered else DENSE
+
+    @property
+    def dense_seconds(self) -> float:
+        return self.measured[DENSE]
+
+    @property
+    def seconds(self) -> float:
+        return self.measured[self.chosen]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.plan is None or self._forward_hooks or self._forward_pre_hooks:
+            return super().__call__(*arguments, **named)
+        return self.forward(*arguments, **named)  # torch's way of calling a module takes as long as a small layer
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
+        if self.plan is not None and len(arguments) == 1 and not named:
+            answer = self.plan.attempt(arguments[0])
+            if answer is not None:
+                return answer
         return cast(nn.Module, self._modules["model"])(*arguments, **named)  # past __getattr__, which takes its time
 
     def train(self, mode: bool = True) -> "Accelerated":
         if mode:
             raise ArgumentError("an accelerated network is for inference; train the one it was made from")
         return self
+
+    def _apply(self, *arguments: Any, **options: Any) -> "Accelerated":
+        """`double`, `to` and their kin change the model; a plan is float32 on the CPU for good."""
+        self._forget_plan("the network was moved or got another type")
+        return cast(Accelerated, super()._apply(*arguments, **options))  # type: ignore[no-untyped-call]
+
+    def _forget_plan(self, reason: str) -> None:
+        if self.plan is not None:
+            self.plan, self.no_plan = None, f"{reason} after it was made"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -73,19 +113,24 @@ class Accelerated(nn.Module):
             return getattr(self.model, name)
 
     def __repr__(self) -> str:
-        return table(self.choices, self.left_alone, self.dense_seconds, self.seconds)
+        return table(self)
+
+
+def _plan_is_of_other_weights(network: Accelerated, _: object) -> None:
+    network._forget_plan("other weights were loaded")
 
 
 @torch.no_grad()
 def accelerate(model: nn.Module, example: Any) -> Accelerated:
-    """The same network in eval mode, each Linear, Conv1d and Conv2d layer sparse where that is faster here.
+    """The same network in eval mode, the fastest way this machine has for it.
 
         fast = sparsevd.accelerate(pruned, torch.randn(1, 3, 32, 32))
-        print(fast)  # layer by layer: kept, dense time, sparse time, choice
+        print(fast)  # what each layer and each way took, and what was chosen
 
-    Every layer is timed on this machine with torch's number of threads and the shapes that the example gives it, so
-    the example should have the batch size of later use; other sizes work too. Where it is exact, batch norm is folded
-    into the layer before it. Without the compiled kernels Linear layers take torch's CSR product where that is faster.
+    Three ways are timed, with torch's number of threads: the whole network as one plan, where its operations allow
+    that (see `sparsevd.plan`); its Linear, Conv1d and Conv2d layers one by one, each sparse where that is faster, with
+    batch norm folded in where that is exact; and as it was. The example should have the batch size of later use; other
+    inputs work too. Without the compiled kernels Linear layers take torch's CSR product where that is faster.
 
     Args:
         model: a plain torch network, such as `prune` returns; it is copied.
@@ -94,42 +139,93 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     if is_noisy(model):
         raise ConversionError("the model still has Sparse VD layers; give sparsevd.prune(model) to accelerate")
     original = copy.deepcopy(model).eval()
-    fast = copy.deepcopy(original)
-    shapes = _input_shapes(fast, example)
-    left_alone = {name: reason for name, module in fast.named_modules() if (reason := _why_not(module, name in shapes))}
-    layers = {
-        name: module
-        for name, module in fast.named_modules()
-        if type(module) in LAYER_TYPES and name not in left_alone and name in shapes
-    }
-    if not layers:
+    layered, choices, left_alone = _layer_by_layer(copy.deepcopy(original), example)
+    off_path = leave_fast_paths(layered, lambda module: isinstance(module, InferenceLayer))
+    whole, no_plan = _whole(original, example, choices)
+    candidates: dict[str, Callable[..., Any]] = {DENSE: original, LAYERS: layered}
+    if whole is not None:
+        candidates[PLAN] = whole
+    spent = timings([_bound(candidate, example) for candidate in candidates.values()])
+    measured = {way: timing.median for way, timing in zip(candidates, spent, strict=True)}
+    if measured[LAYERS] <= measured[DENSE]:
+        for name, parent in off_path.items():
+            reason = f"{type(parent).__name__} kept off its fused path, which would not call its layers"
+            left_alone[name or "(model)"] = reason
+    else:
+        spent_so = f"{_time(measured[LAYERS])} instead of {_time(measured[DENSE])} as it was"
+        left_alone["(model)"] = f"layer by layer all of it takes {spent_so}"
+        layered, choices = original, [replace(choice, choice="dense", folded=()) for choice in choices]
+    if min(measured, key=measured.__getitem__) != PLAN:
+        whole = None
+    return Accelerated(layered, whole, measured, no_plan, tuple(choices), left_alone)
+
+
+def _whole(model: nn.Module, example: Any, choices: list[LayerChoice]) -> tuple[Plan | None, str]:
+    """The network as one plan; or None, and why there is none."""
+    if isinstance(example, Mapping) or (isinstance(example, tuple | list) and len(example) != 1):
+        return None, "a plan takes one input, without a name"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return None, "the network has forward hooks, which a plan would not call"
+    sparse = sum(choice.sparse_seconds or choice.dense_seconds for choice in choices)
+    dense = sum(choice.dense_seconds for choice in choices)
+    if sparse > HOPELESS * dense:
+        return None, f"all layers together take {_time(sparse)} when sparse, and {_time(dense)} when dense"
+    (x,) = example if isinstance(example, tuple | list) else (example,)
+    returned = type(model(x))
+    if not issubclass(returned, Tensor) and returned is not dict:
+        return None, f"the network returns a {returned.__name__}, and a plan a tensor or a dict"
+    try:
+        return plan(model, x), ""
+    except Exception as error:  # whatever a model does while being captured: its layers one by one still work
+        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _layer_by_layer(model: nn.Module, example: Any) -> tuple[nn.Module, list[LayerChoice], dict[str, str]]:
+    """The model with its layers swapped where that is faster; what was measured; and what was left alone, and why."""
+    shapes = _input_shapes(model, example)
+    left_alone = {name: why for name, module in model.named_modules() if (why := _why_not(module, name in shapes))}
+    if not shapes.keys() - left_alone.keys():
         raise ConversionError(
             f"nothing to accelerate in {type(model).__name__}: the example reaches no Linear, Conv1d or Conv2d layer"
             + "".join(f"\nleft alone: {name}: {reason}" for name, reason in left_alone.items())
         )
-    after, why_not_folded = followers(fast)
+    after, why_not_folded = followers(model)
     if why_not_folded:
         left_alone["batch norm"] = why_not_folded
-    choices = []
-    for name, layer in layers.items():
-        choice, swaps = _chosen(name, layer, fast, shapes[name], after.get(name, Followers()))
-        choices.append(choice)
-        for place, replacement in swaps.items():
-            fast = _put(fast, place, replacement)
-    off_path = _leave_fast_paths(fast)
-    dense, ours = timings([_bound(original, example), _bound(fast, example)])
-    if ours.median > dense.median:
-        reason = (
-            f"all of it: {ours.median * 1e3:.3g} ms instead of {dense.median * 1e3:.3g} ms as it was, so it stays so"
-        )
-        left_alone["(model)"], fast, ours = reason, original, dense
-        choices = [LayerChoice(c.name, c.kept, c.dense_seconds, c.sparse_seconds, "dense") for c in choices]
+    choices: list[LayerChoice] = []
+    swaps: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():
+        if name in shapes and name not in left_alone:
+            choice, replacements = _fastest(name, module, model, shapes[name], after.get(name, Followers()))
+            choices.append(choice)
+            swaps |= replacements
+    return swap(model, swaps), choices, left_alone
+
+
+def _fastest(
+    name: str, layer: nn.Module, model: nn.Module, shape: tuple[int, ...], after: Followers
+) -> tuple[LayerChoice, dict[nn.Module, nn.Module]]:
+    """The fastest way of one layer with what follows it, and which modules that puts in place of which."""
+    weight, bias = cast(Tensor, layer.weight), cast(Tensor | None, layer.bias)
+    if after.norm and len(shape) != max(2, LAYER_TYPES[type(layer)] + 2):
+        after = Followers()  # the norm sees other axes than the layer's outputs
+    if after.norm:
+        weight, bias = channel_norm(model.get_submodule(after.norm)).folded(weight, bias)
+    candidates = ways(InferenceLayer(layer, weight, bias, after.bounds, batched_only=bool(after.norm)), shape)
+    x = torch.randn(shape, device="cpu")
+    seconds = [timing.median for timing in timings([functools.partial(candidate, x) for candidate in candidates])]
+    fastest = min(range(len(seconds)), key=lambda i: seconds[i] if i else WORTH * seconds[0])
+    folded = tuple(place for place in (after.norm, after.activation) if place)
+    if not fastest and not after.norm:  # it stays, and what follows it too
+        folded, swaps = (), {}
     else:
-        left_alone |= off_path
-    return Accelerated(fast, tuple(choices), left_alone, (dense.median, ours.median))
+        swaps = {layer: candidates[fastest], **{model.get_submodule(place): nn.Identity() for place in folded}}
+    sparse = min(seconds[1:], default=None)
+    chosen = candidates[fastest]
+    return LayerChoice(name, chosen.kept, seconds[0], sparse, chosen.way, folded), swaps
 
 
-def _bound(model: nn.Module, example: Any) -> Callable[[], Any]:
+def _bound(model: Callable[..., Any], example: Any) -> Callable[[], Any]:
     if isinstance(example, Mapping):
         return lambda: model(**example)
     arguments = tuple(example) if isinstance(example, tuple | list) else (example,)
@@ -152,7 +248,7 @@ def _input_shapes(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
         for name, module in model.named_modules()
         if type(module) in LAYER_TYPES
     ]
-    before = _leave_fast_paths(model, everywhere=True)  # which would hand weights over without calling the layers
+    off_path = leave_fast_paths(model, lambda module: type(module) in LAYER_TYPES)  # else layers are not called
     try:
         _bound(model, example)()
     except Exception as error:
@@ -160,7 +256,7 @@ def _input_shapes(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
     finally:
         for hook in hooks:
             hook.remove()
-        _restore(model, before)
+        restore_fast_paths(off_path.values())
     return shapes
 
 
@@ -182,94 +278,8 @@ def _why_not(module: nn.Module, reached: bool) -> str:
     return "" if reached else "the example does not reach it"
 
 
-def _chosen(
-    name: str, layer: nn.Module, model: nn.Module, shape: tuple[int, ...], after: Followers
-) -> tuple[LayerChoice, dict[str, nn.Module]]:
-    """The faster way of one layer, and which modules that puts where."""
-    weight, bias = cast(Tensor, layer.weight), cast(Tensor | None, layer.bias)
-    swaps: dict[str, nn.Module] = {}
-    folds = bool(after.norm) and len(shape) == max(2, LAYER_TYPES[type(layer)] + 2)
-    if folds:
-        weight, bias = with_batch_norm(weight, bias, model.get_submodule(after.norm))
-        swaps[after.norm] = nn.Identity()
-    low, high = after.bounds if folds or not after.norm else Followers().bounds
-    sparse, dense = InferenceLayer(layer, weight, bias, low, high), InferenceLayer(layer, weight, bias, low, high)
-    dense.images = None
-    sparse.batched_only = dense.batched_only = folds
-    x = torch.randn(shape)
-    batch = shape[0] if sparse.axes else x.numel() // shape[-1]
-    candidates: list[Callable[[], object]] = [lambda: dense(x)]
-    groups: list[int] = []
-    if kernels.available():
-        groups = group_choices(sparse, batch)
-        candidates += [_with_group(sparse, images, x) for images in groups]
-    elif not sparse.axes and len(shape) == 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that its CSR is in beta
-            sparse.csr = weight.detach().to_sparse_csr()
-        candidates.append(lambda: sparse(x))
-    measured = [timing.median for timing in timings(candidates)]
-    best = min(range(1, len(measured)), key=measured.__getitem__, default=0)
-    faster = best > 0 and measured[best] <= WORTH * measured[0]
-    if groups and best > 0:
-        sparse.images = groups[best - 1]
-    folded: tuple[str, ...] = (after.norm,) if folds else ()
-    if faster:
-        swaps[name] = sparse
-        if after.activation and (low, high) == after.bounds:
-            swaps[after.activation] = nn.Identity()
-            folded += (after.activation,)
-    elif folds:
-        dense.low, dense.high = Followers().bounds
-        swaps[name] = dense
-    way = ("CSR" if sparse.csr is not None else "sparse") if faster else "dense"
-    return LayerChoice(name, sparse.kept, measured[0], measured[best] if best else None, way, folded), swaps
-
-
-def _with_group(layer: InferenceLayer, images: int, x: Tensor) -> Callable[[], object]:
-    def call() -> object:
-        return variant(x)
-
-    variant = copy.copy(layer)
-    variant.images, variant._ready = images, {}
-    return call
-
-
-def _put(model: nn.Module, name: str, replacement: nn.Module) -> nn.Module:
-    """The model with this module instead, in all the places where the old one stands."""
-    old = model.get_submodule(name)
-    if old is model:
-        return replacement
-    for module in model.modules():
-        for child_name, child in module._modules.items():
-            if child is old:
-                module._modules[child_name] = replacement
-    return model
-
-
-def _leave_fast_paths(model: nn.Module, *, everywhere: bool = False) -> dict[str, str]:
-    """Keep parents that would hand their children's weights to a fused operator from doing so."""
-    left: dict[str, str] = {}
-    for name, module in model.named_modules():
-        for kind, (attribute, off) in FAST_PATHS.items():
-            swapped = everywhere or any(isinstance(child, InferenceLayer) for child in module.modules())
-            if isinstance(module, kind) and swapped and getattr(module, attribute) != off:
-                module.__dict__["_fast_path_before"] = getattr(module, attribute)
-                setattr(module, attribute, off)
-                left[name or "(model)"] = f"{kind.__name__} kept off its fused path, which would not call its layers"
-    return left
-
-
-def _restore(model: nn.Module, names: dict[str, str]) -> None:
-    for name in names:
-        module = model.get_submodule("" if name == "(model)" else name)
-        for kind, (attribute, _) in FAST_PATHS.items():
-            if isinstance(module, kind):
-                setattr(module, attribute, module.__dict__.pop("_fast_path_before"))
-
-
-def table(choices: tuple[LayerChoice, ...], left_alone: dict[str, str], dense_seconds: float, seconds: float) -> str:
-    """What was measured, one line per layer."""
+def table(network: Accelerated) -> str:
+    """What was measured: one line per layer, then each way of the whole network, and the reasons."""
     header = ("layer", "kept", "dense", "sparse", "choice", "folded in")
     rows = [
         (
@@ -280,11 +290,13 @@ def table(choices: tuple[LayerChoice, ...], left_alone: dict[str, str], dense_se
             c.choice,
             ", ".join(c.folded),
         )
-        for c in choices
+        for c in network.choices
     ]
-    total = f"whole network: {_time(dense_seconds)} before, {_time(seconds)} now ({dense_seconds / seconds:.1f}×)"
-    notes = [f"left alone: {name}: {reason}" for name, reason in left_alone.items()]
-    return "\n".join([text_table(header, rows, right=(1, 2, 3)), total, *notes])
+    total = "whole network: " + ", ".join(f"{_time(spent)} {way}" for way, spent in network.measured.items())
+    chosen = f"chosen: {network.chosen} ({network.dense_seconds / network.seconds:.1f}× as fast as it was)"
+    notes = [f"no plan: {network.no_plan}"] if network.no_plan else []
+    notes += [f"left alone: {name}: {reason}" for name, reason in network.left_alone.items()]
+    return "\n".join([text_table(header, rows, right=(1, 2, 3)), total, chosen, *notes])
 
 
 def _time(seconds: float | None) -> str:

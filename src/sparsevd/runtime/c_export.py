@@ -8,7 +8,7 @@ they meet neither those of the program nor those of another network.
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError, GraphError
 from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture
+from sparsevd.graph.outputs import parts
 from sparsevd.kernels import inference
-from sparsevd.kernels.steps import Network, Step, Value, nonzeros_of
+from sparsevd.kernels.steps import Affine, Network, Pool, Product, Repack, Value, Window, nonzeros_of
 from sparsevd.runtime import c_names
 from sparsevd.runtime.lowering import network
 
@@ -125,13 +126,13 @@ def export_c(model: nn.Module | Graph, example: Tensor, path: str | Path) -> tup
     """
     source = Path(path)
     name = _function_name(source)
-    graph = model.check() if isinstance(model, Graph) else capture(model, example)
+    graph = capture(model, example)
     net = network(graph)
     if not net.input.numbers or not net.output.numbers:
         raise GraphError(f"a network from {net.input.numbers} to {net.output.numbers} numbers has nothing to compute")
     image, expected = _test_case(graph, example)
     scratch = net.placed(images=1)
-    kept = sum(int(torch.count_nonzero(step.weight)) for step in net.steps if step.weight is not None)
+    kept = sum(int(torch.count_nonzero(step.weight)) for step in net.steps if isinstance(step, Product))
     constants = _Constants(name)
     words: dict[str, Any] = {
         "name": name,
@@ -182,7 +183,7 @@ def _test_case(graph: Graph, example: Tensor) -> tuple[Tensor, Tensor]:
         found = tuple(example.shape) if isinstance(example, Tensor) else type(example).__name__
         raise ArgumentError(f"the example must be a tensor [batch, ...] with at least one image, not {found}")
     image = example[:1]
-    expected = cast(Tensor, graph(image))
+    (expected,) = parts(graph(image))[1]
     for what, tensor in (("the first image of the example", image), ("the network's output for the example", expected)):
         if not tensor.isfinite().all():
             raise ArgumentError(f"{what} is not finite, and the self-test needs numbers; look for NaN and infinity")
@@ -232,39 +233,34 @@ class _Constants:
         parts.append(self.layer("input_layer", layer))
         for number, step in enumerate(net.steps):
             fields: dict[str, Any] = {
-                "kind": self.own(step.kind),
-                "input": _value(step.inputs[0]),
+                "kind": self.own(step.kind.name),
+                "input": _value(step.source),
                 "second": _value(step.inputs[-1]),
                 "out": _value(step.out),
                 "low": _float(step.bounds[0]),
                 "high": _float(step.bounds[1]),
             }
-            if step.kind == "PRODUCT":
-                parts += self.product(step, number)
-                fields["layer"] = "&" + self.own(f"layer_{number}")
-            elif step.kind == "REPACK":
-                assert step.phases is not None
-                parts.append(self.array("int32_t", f"place_{number}", map(str, step.phases.pixels.tolist())))
-                parts.append(self.layer(f"layer_{number}", {"place": self.own(f"place_{number}")}))
-                fields["layer"] = "&" + self.own(f"layer_{number}")
-            elif step.kind == "AFFINE":
-                parts.append(self.array("float", f"scale_{number}", _floats(cast(Tensor, step.scale))))
-                parts.append(self.array("float", f"shift_{number}", _floats(cast(Tensor, step.shift))))
-                fields |= {"scale": self.own(f"scale_{number}"), "shift": self.own(f"shift_{number}")}
-            if step.window is not None:
-                window = step.window
-                fields |= {"kernel_y": window.kernel[0], "kernel_x": window.kernel[1], "stride_y": window.stride[0]}
-                fields |= {"stride_x": window.stride[1], "top": window.padding[0], "left": window.padding[1]}
-                fields |= {"dilation_y": window.dilation[0], "dilation_x": window.dilation[1]}
-                fields["count_padding"] = int(window.count_padding)
+            match step:
+                case Product():
+                    parts += self.product(step, number)
+                    fields["layer"] = "&" + self.own(f"layer_{number}")
+                case Repack():
+                    parts.append(self.array("int32_t", f"place_{number}", map(str, step.phases.pixels.tolist())))
+                    parts.append(self.layer(f"layer_{number}", {"place": self.own(f"place_{number}")}))
+                    fields["layer"] = "&" + self.own(f"layer_{number}")
+                case Affine():
+                    parts.append(self.array("float", f"scale_{number}", _floats(step.scale)))
+                    parts.append(self.array("float", f"shift_{number}", _floats(step.shift)))
+                    fields |= {"scale": self.own(f"scale_{number}"), "shift": self.own(f"shift_{number}")}
+                case Pool():
+                    fields |= _window(step.window)
             steps.append(_initialiser(fields))
         lines = ",\n".join(f"  {step}" for step in steps)
         parts.append(f"static const struct {self.own('step')} {self.own('steps')}[] = {{\n{lines}}};\n")
         return parts
 
-    def product(self, step: Step, number: int) -> list[str]:
-        source, out, arrays = step.inputs[0], step.out, nonzeros_of(step, images=1)
-        bias = np.zeros(out.channels, np.float32) if step.shift is None else step.shift.numpy()
+    def product(self, step: Product, number: int) -> list[str]:
+        source, out, arrays = step.source, step.out, nonzeros_of(step, images=1)
         pairs = [f"{{{offset}, {_float(weight)}}}" for offset, weight in arrays["nonzeros"].tolist()]
         fields = {
             **_sizes(source),
@@ -287,7 +283,7 @@ class _Constants:
             self.array("int32_t", f"order_{number}", map(str, arrays["order"].tolist())),
             self.array("int32_t", f"starts_{number}", map(str, arrays["starts"].tolist())),
             self.array(f"struct {self.own('nonzero')}", f"nonzeros_{number}", pairs or ["{0, 0}"]),
-            self.array("float", f"bias_{number}", map(_float, bias.tolist())),
+            self.array("float", f"bias_{number}", map(_float, step.biases().tolist())),
             self.layer(f"layer_{number}", fields),
         ]
 
@@ -314,6 +310,13 @@ def _sizes(value: Value) -> dict[str, Any]:
 def _value(value: Value) -> str:
     fields = {"pitch": value.pitch, "plane": value.plane, "planes": value.planes, "first": value.first}
     return _initialiser({**_sizes(value), **fields})
+
+
+def _window(window: Window) -> dict[str, Any]:
+    fields = {"kernel_y": window.kernel[0], "kernel_x": window.kernel[1], "stride_y": window.stride[0]}
+    fields |= {"stride_x": window.stride[1], "top": window.padding[0], "left": window.padding[1]}
+    fields |= {"dilation_y": window.dilation[0], "dilation_x": window.dilation[1]}
+    return {**fields, "count_padding": int(window.count_padding)}
 
 
 def _initialiser(fields: dict[str, Any]) -> str:

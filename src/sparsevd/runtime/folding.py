@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, fx, nn
 
-from sparsevd.runtime.layers import INFINITY, LAYER_TYPES
+from sparsevd.graph.norms import ChannelNorm
+from sparsevd.runtime.layers import INFINITY, LAYER_TYPES, UNBOUNDED
 
 NORM_TYPES = (nn.BatchNorm1d, nn.BatchNorm2d)
 
@@ -17,7 +17,7 @@ class Followers:
 
     norm: str = ""
     activation: str = ""
-    bounds: tuple[float, float] = (-INFINITY, INFINITY)
+    bounds: tuple[float, float] = UNBOUNDED
 
 
 def clamp_bounds(module: nn.Module) -> tuple[float, float] | None:
@@ -68,7 +68,7 @@ def followers(model: nn.Module) -> tuple[dict[str, Followers], str]:
         layer = model.get_submodule(node.target)
         if type(layer) not in LAYER_TYPES or calls[layer] != 1:
             continue
-        norm, activation, bounds = "", "", Followers().bounds
+        norm, activation, bounds = "", "", UNBOUNDED
         reader = only_reader(node)
         if reader and type(reader[1]) in NORM_TYPES and _foldable(reader[1], layer):
             norm = str(reader[0].target)
@@ -90,13 +90,9 @@ def _foldable(norm: nn.Module, layer: nn.Module) -> bool:
     return norm.running_mean is not None and not norm.training and bool(norm.num_features == outputs)
 
 
-def with_batch_norm(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """The weight and bias of the layer and its batch norm in one; in double, so that nothing is lost on the way."""
-    mean, variance = cast(Tensor, norm.running_mean).double(), cast(Tensor, norm.running_var).double()
-    scale = torch.rsqrt(variance + cast(float, norm.eps))
-    if norm.weight is not None:
-        scale = scale * cast(Tensor, norm.weight).double()
-    shift = (bias.double() if bias is not None else 0.0) - mean
-    shift = shift * scale + (cast(Tensor, norm.bias).double() if norm.bias is not None else 0.0)
-    scaled = weight.double() * scale.view(-1, *(1,) * (weight.ndim - 1))
-    return scaled.float(), shift.float()
+def channel_norm(norm: nn.Module) -> ChannelNorm:
+    """What a batch norm in eval mode does to each channel."""
+    mean, variance, weight, bias = (
+        cast(Tensor | None, getattr(norm, name)) for name in ("running_mean", "running_var", "weight", "bias")
+    )
+    return ChannelNorm.of(cast(Tensor, mean), cast(Tensor, variance), weight, bias, cast(float, norm.eps))

@@ -1,5 +1,8 @@
 """A Linear or Conv layer with zeros, ready to run in the way that measured fastest."""
 
+import copy
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -8,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import lanes
 from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct
 
 LAYER_TYPES: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2}  # and how many axes an image has
 INFINITY = float("inf")
+UNBOUNDED = (-INFINITY, INFINITY)
 _SIZES_KEPT = 8  # sizes of images that a layer stays ready for
 _OFFSETS = 2**31  # what an offset into the planes can hold
 
@@ -30,18 +35,34 @@ class InferenceLayer(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, layer: nn.Module, weight: Tensor, bias: Tensor | None, low: float = -INFINITY, high: float = INFINITY
+        self,
+        layer: nn.Module,
+        weight: Tensor,
+        bias: Tensor | None,
+        bounds: tuple[float, float] = UNBOUNDED,
+        *,
+        batched_only: bool = False,
     ) -> None:
         super().__init__()
         self.axes = LAYER_TYPES[type(layer)]
         self.register_buffer("weight", weight.detach().clone())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
-        self.low, self.high = low, high
-        self.batched_only = False  # set where a batch norm was folded, which sees other axes in other inputs
+        self.low, self.high = bounds
+        self.batched_only = batched_only  # where a batch norm was folded, which sees other axes in other inputs
         self.images: int | None = 1
         self.csr: Tensor | None = None
         self.stride, self.padding, self.dilation, self.groups = geometry_of(layer)
         self._ready: dict[torch.Size, _Ready] = {}  # by shape of the input
+
+    def taking(self, images: int | None, csr: Tensor | None = None) -> "InferenceLayer":
+        """The same layer, with the same tensors, in another way."""
+        other = copy.copy(self)
+        other.images, other.csr = images, csr
+        return other
+
+    @property
+    def way(self) -> str:
+        return "CSR" if self.csr is not None else "dense" if self.images is None else "sparse"
 
     @property
     def kept(self) -> float:
@@ -50,7 +71,7 @@ class InferenceLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ready = self._ready.get(x.shape)
-        if ready is None or not _plain(x) or ready.version != self._copied_version():
+        if ready is None or not plain(x) or ready.version != self._copied_version():
             return self._unprepared(x)
         return ready.product(x, ready.out_shape)
 
@@ -61,7 +82,7 @@ class InferenceLayer(nn.Module):
                 f"this layer has a batch norm folded in and takes inputs of {max(2, self.axes + 2)} axes, "
                 f"not {tuple(x.shape)}; accelerate the model with an example of that shape"
             )
-        if self.csr is not None and x.ndim == 2 and _plain(x):
+        if self.csr is not None and x.ndim == 2 and plain(x):
             return self._by_csr(x)
         if self.images is None or not self._fits(x):
             return self.dense(x)
@@ -83,7 +104,7 @@ class InferenceLayer(nn.Module):
         return self._activated(convolution(x, self.weight, self.bias, stride, padding, dilation, self.groups))
 
     def _activated(self, y: Tensor) -> Tensor:
-        if (self.low, self.high) == (-INFINITY, INFINITY):
+        if (self.low, self.high) == UNBOUNDED:
             return y
         return y.relu() if (self.low, self.high) == (0, INFINITY) else y.clamp(self.low, self.high)
 
@@ -92,7 +113,9 @@ class InferenceLayer(nn.Module):
         return self._activated(y if self.bias is None else y + self.bias)
 
     def _fits(self, x: Tensor) -> bool:
-        if not _plain(x) or x.numel() == 0 or self.weight.device.type != "cpu" or self.weight.dtype != torch.float32:
+        if not kernels.available() or not plain(x) or x.numel() == 0:
+            return False
+        if self.weight.device.type != "cpu" or self.weight.dtype != torch.float32:
             return False
         if self.bias is not None and (self.bias.shape != self.weight.shape[:1] or self.bias.dtype != torch.float32):
             return False  # torch spreads it, or says what is wrong
@@ -137,8 +160,7 @@ class InferenceLayer(nn.Module):
         return {**self.__dict__, "_ready": {}}
 
     def extra_repr(self) -> str:
-        way = "dense" if self.images is None and self.csr is None else "CSR" if self.csr is not None else "sparse"
-        return f"{way}, {tuple(self.weight.shape)}, {100 * self.kept:.1f} % kept"
+        return f"{self.way}, {tuple(self.weight.shape)}, {100 * self.kept:.1f} % kept"
 
 
 @dataclass(frozen=True)
@@ -155,7 +177,8 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _plain(x: Tensor) -> bool:
+def plain(x: Tensor) -> bool:
+    """Whether the kernels take this: float32 on the CPU, of which nobody wants gradients or another type."""
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is nn.Parameter)
@@ -186,14 +209,28 @@ def linear_group(batch: int) -> int:
 
 
 def grouped(images: int, batch: int) -> int:
-    """Images beside each other for a convolution: as asked, unless the batch would leave most lanes empty."""
-    while images > 1 and batch * 2 < images:
+    """Images beside each other for a convolution: as asked, unless the batch would leave most lanes empty.
+
+    What was measured on a machine of other lanes, and travelled in a pickle, falls back to one image.
+    """
+    while images > 1 and (batch * 2 < images or images % lanes()):
         images = images // 2 if images // 2 >= lanes() else 1
     return images
 
 
-def group_choices(layer: InferenceLayer, batch: int) -> list[int]:
-    """The groups worth timing for this batch."""
-    if not layer.axes:
-        return [linear_group(batch)]
+def group_choices(batch: int) -> list[int]:
+    """The groups of images worth timing for this batch."""
     return sorted({grouped(images, batch) for images in (1, lanes(), 2 * lanes())})
+
+
+def ways(layer: InferenceLayer, shape: tuple[int, ...]) -> list[InferenceLayer]:
+    """The layer in every way worth timing for inputs of this shape; first the dense one, which always works."""
+    dense = layer.taking(None)
+    if kernels.available():
+        groups = group_choices(shape[0]) if layer.axes else [linear_group(math.prod(shape[:-1]))]
+        return [dense, *map(layer.taking, groups)]
+    if layer.axes or len(shape) != 2:
+        return [dense]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its CSR is in beta
+        return [dense, layer.taking(None, layer.weight.to_sparse_csr())]

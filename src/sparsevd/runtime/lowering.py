@@ -7,23 +7,28 @@ are folded into the layer before them; flattening only renames.
 
 import math
 from collections import defaultdict
-from typing import Any, cast
+from collections.abc import Callable
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from sparsevd.errors import GraphError
 from sparsevd.graph import Graph, Node
+from sparsevd.graph.norms import ChannelNorm, fold_batch_norms
 from sparsevd.kernels.inference import Geometry, Planes
-from sparsevd.kernels.steps import Network, Step, Value, Window
+from sparsevd.kernels.steps import Add, Affine, AveragePool, MaxPool, Network, Product, Repack, Step, Value, Window
 
 INFINITY = float("inf")
-KNOWN = "linear, conv, batch_norm, relu, clamp, max_pool, avg_pool, mean, add, reshape"
 
 
 def network(graph: Graph) -> Network:
     """The steps of a graph; what is not among the known operations is refused by name."""
-    return _Builder(graph).build()
+    if graph.device.type != "cpu":
+        raise GraphError(
+            f"a plan and a C file are made on the CPU, and the network is on {graph.device}; move it there"
+        )
+    return _Builder(fold_batch_norms(graph, copying=True)).build()
 
 
 class _Builder:
@@ -44,7 +49,7 @@ class _Builder:
         (output,) = self.graph.outputs
         for node in self.graph.nodes:
             if node.name not in self.done:
-                getattr(self, f"_{node.op}", self._refused)(node)
+                _RULES.get(node.op, _Builder.refuse)(self, node)
         value = self.values[output]
         self._lay_out(value)
         values = list({id(v): v for step in self.steps for v in (*step.inputs, step.out)}.values())
@@ -53,98 +58,82 @@ class _Builder:
             values.append(source)
         return Network(self.steps, values, source, value, tuple(self.shapes[output][1:]))
 
+    def refuse(self, node: Node) -> NoReturn:
+        raise GraphError(
+            f"{node.op} {node.name!r} is not among the operations of a plan ({', '.join(_RULES)}), or not in this "
+            "form; use sparsevd.accelerate, which takes any network"
+        )
+
     # ---- one method per operation ----
 
-    def _refused(self, node: Node) -> None:
-        raise GraphError(
-            f"{node.op} {node.name!r} is not among the operations of a plan ({KNOWN}); "
-            "use sparsevd.accelerate, which takes any network"
-        )
-
-    def _input(self, node: Node) -> None:
-        if node.attributes["dtype"] != "float32":
-            raise GraphError(f"a plan takes float32, and input {node.name!r} is {node.attributes['dtype']}")
+    def input(self, node: Node) -> None:
+        if node.word("dtype") != "float32":
+            raise GraphError(f"a plan takes float32, and input {node.name!r} is {node.word('dtype')}")
         self.values[node.name] = self._new(node)
 
-    def _linear(self, node: Node) -> None:
-        source = self._of(node)
+    def linear(self, node: Node) -> None:
         if len(node.shape) != 2:
-            self._refused(node)
-        weight, bias = self._constants(node)
+            self.refuse(node)
+        source, (weight, bias) = self._of(node), self._weight_and_bias(node)
         out = Value(weight.shape[0], 1, 1)
-        self._finish(
-            node, Step("PRODUCT", (source,), out, weight[:, :, None, None], None, bias, linear=True, name=node.name)
-        )
+        self._take(node, Product(node.name, (source,), out, weight[:, :, None, None], bias, linear=True))
 
-    def _conv(self, node: Node) -> None:
+    def conv(self, node: Node) -> None:
         source = self._image(node)
-        weight, bias = self._constants(node)
+        weight, bias = self._weight_and_bias(node)
         if weight.ndim > 4:
-            self._refused(node)
+            self.refuse(node)
         if weight.ndim == 3:
             weight = weight[:, :, None]
-        (top, left), stride, dilation = (_pair(node.attributes[key], fill) for key, fill in _CONV)
-        groups = cast(int, node.attributes["groups"])
-        geometry = Geometry(stride, (top, top, left, left), dilation, groups)
-        step = Step("PRODUCT", (source,), self._new(node), weight, None, bias, geometry=geometry, name=node.name)
-        if stride != (1, 1):
-            size = (source.height, source.width)
-            phases = _planes(node.name, size, (weight.shape[2], weight.shape[3]), geometry)
-            packed = Value(source.channels, *size, phases.pitch, phases.size)
-            self.steps.append(Step("REPACK", (source,), packed, phases=phases))
-            step.inputs, step.phases = (packed,), phases
-        self._finish(node, step)
+        top, left = _pair(node, "padding", 0)
+        geometry = Geometry(
+            _pair(node, "stride", 1), (top, top, left, left), _pair(node, "dilation", 1), node.integer("groups")
+        )
+        step = Product(node.name, (source,), self._new(node), weight, bias, geometry)
+        if geometry.stride != (1, 1):
+            self.steps.append(_repacked(step))
+        self._take(node, step)
 
-    def _batch_norm(self, node: Node) -> None:
+    def batch_norm(self, node: Node) -> None:
         source = self._channels_first(node)
-        scale, shift = (tensor.float() for tensor in self._affine(node))
-        self._finish(node, Step("AFFINE", (source,), self._new(node), None, scale, shift, name=node.name))
+        mean, variance, weight, bias = self._constants(node)
+        scale, shift = ChannelNorm.of(mean, variance, weight, bias, node.real("eps")).affine()
+        self._take(node, Affine(node.name, (source,), self._new(node), scale.float(), shift.float()))
 
-    def _relu(self, node: Node) -> None:
+    def clamp(self, node: Node) -> None:
         source = self._of(node)
-        one = torch.ones(source.channels)
+        one, zero = (make(source.channels, device="cpu") for make in (torch.ones, torch.zeros))
         out = Value(source.channels, source.height, source.width)
-        step = Step("AFFINE", (source,), out, None, one, torch.zeros(source.channels), _bounds(node), name=node.name)
-        self.steps.append(step)
-        self.values[node.name] = out
+        self._take(node, Affine(node.name, (source,), out, one, zero, bounds=_bounds(node)))
 
-    _clamp = _relu
-
-    def _add(self, node: Node) -> None:
+    def add(self, node: Node) -> None:
         if any(name not in self.values for name in node.inputs) or len({self.shapes[n] for n in node.inputs}) != 1:
-            self._refused(node)
+            self.refuse(node)
         first, second = (self.values[name] for name in node.inputs)
         if (first.channels, first.height, first.width) != (second.channels, second.height, second.width):
-            self._refused(node)
-        out = Value(first.channels, first.height, first.width)
-        self._finish(node, Step("ADD", (first, second), out, name=node.name))
+            self.refuse(node)
+        self._take(node, Add(node.name, (first, second), Value(first.channels, first.height, first.width)))
 
-    def _max_pool(self, node: Node) -> None:
-        window = self._window(node)
-        window.dilation = _pair(node.attributes["dilation"], 1)
-        self.steps.append(Step("MAX_POOL", (self._image(node),), self._new(node), window=window, name=node.name))
-        self.values[node.name] = self.steps[-1].out
+    def max_pool(self, node: Node) -> None:
+        window = Window(*_window(node), dilation=_pair(node, "dilation", 1))
+        self._take(node, MaxPool(node.name, (self._image(node),), self._new(node), window))
 
-    def _avg_pool(self, node: Node) -> None:
-        window = self._window(node)
-        window.count_padding = bool(node.attributes["count_padding"])
-        self.steps.append(Step("AVERAGE_POOL", (self._image(node),), self._new(node), window=window, name=node.name))
-        self.values[node.name] = self.steps[-1].out
+    def avg_pool(self, node: Node) -> None:
+        window = Window(*_window(node), count_padding=node.flag("count_padding"))
+        self._take(node, AveragePool(node.name, (self._image(node),), self._new(node), window))
 
-    def _mean(self, node: Node) -> None:
-        axes = cast(tuple[int, ...], node.attributes["axes"])
+    def mean(self, node: Node) -> None:
         source = self._image(node)
-        if axes != tuple(range(2, len(self.shapes[node.inputs[0]]))):
-            self._refused(node)
+        if node.integers("axes") != tuple(range(2, len(self.shapes[node.inputs[0]]))):
+            self.refuse(node)
         size = (source.height, source.width)
-        out = Value(source.channels, 1, 1)
-        self.steps.append(Step("AVERAGE_POOL", (source,), out, window=Window(size, size, (0, 0)), name=node.name))
-        self.values[node.name] = out
+        window = Window(size, size, (0, 0))
+        self._take(node, AveragePool(node.name, (source,), Value(source.channels, 1, 1), window))
 
-    def _reshape(self, node: Node) -> None:
+    def reshape(self, node: Node) -> None:
         source = self._of(node)
         if node.shape[0] != -1:
-            self._refused(node)
+            self.refuse(node)
         self.values[node.name] = source
 
     # ---- what they share ----
@@ -152,7 +141,7 @@ class _Builder:
     def _of(self, node: Node) -> Value:
         """What a node reads first; a constant has no place among the activations."""
         if node.inputs[0] not in self.values:
-            self._refused(node)
+            self.refuse(node)
         return self.values[node.inputs[0]]
 
     def _new(self, node: Node) -> Value:
@@ -163,72 +152,44 @@ class _Builder:
         """The input as images, which a reshape before it must not have renamed."""
         value, shape = self._of(node), self.shapes[node.inputs[0]]
         if len(shape) not in (3, 4) or _image_shape(shape) != (value.channels, value.height, value.width):
-            self._refused(node)
+            self.refuse(node)
         return value
 
     def _channels_first(self, node: Node) -> Value:
         value, shape = self._of(node), self.shapes[node.inputs[0]]
         if _image_shape(shape) != (value.channels, value.height, value.width):
-            self._refused(node)
+            self.refuse(node)
         return value
 
-    def _constants(self, node: Node) -> tuple[Tensor, Tensor | None]:
+    def _constants(self, node: Node) -> list[Tensor]:
+        """The tensors of a layer; computed ones are refused."""
         if any(name not in self.graph.constants for name in node.inputs[1:]):
-            self._refused(node)
-        weight, *bias = (self.graph.constants[name].float() for name in node.inputs[1:])
+            self.refuse(node)
+        return [self.graph.constants[name] for name in node.inputs[1:]]
+
+    def _weight_and_bias(self, node: Node) -> tuple[Tensor, Tensor | None]:
+        weight, *bias = (tensor.float() for tensor in self._constants(node))
         return weight, bias[0] if bias else None
 
-    def _affine(self, node: Node) -> tuple[Tensor, Tensor]:
-        """A batch norm as scale and shift of each channel; in double, so that nothing is lost on the way."""
-        if any(name not in self.graph.constants for name in node.inputs[1:]):
-            self._refused(node)
-        mean, variance, weight, bias = (self.graph.constants[name].double() for name in node.inputs[1:])
-        scale = weight * torch.rsqrt(variance + cast(float, node.attributes["eps"]))
-        return scale, bias - mean * scale
-
-    def _window(self, node: Node) -> Window:
-        a = node.attributes
-        return Window(_pair(a["kernel"], 1), _pair(a["stride"], 1), _pair(a["padding"], 0))
-
-    def _finish(self, node: Node, step: Step) -> None:
-        """Fold what alone reads the result: a batch norm into a product, then a clamping activation into anything."""
+    def _take(self, node: Node, step: Step) -> None:
+        """Put a step in. A clamping activation that alone reads its result is done by the step itself."""
         self.steps.append(step)
-        reader = self._only_reader(node.name)
-        if step.kind == "PRODUCT" and reader and reader.op == "batch_norm" and len(reader.shape) == len(node.shape):
-            scale, shift = self._affine(reader)
-            weight, bias = cast(Tensor, step.weight), step.shift
-            step.weight = (weight.double() * scale.view(-1, 1, 1, 1)).float()
-            # Summed before it is rounded: where a filter varies little, its scale is large and the two nearly cancel.
-            step.shift = (shift if bias is None else bias.double() * scale + shift).float()
-            node = self._folded(node, reader)
-            reader = self._only_reader(node.name)
-        if reader and reader.op in ("relu", "clamp"):
-            step.bounds = _bounds(reader)
-            node = self._folded(node, reader)
+        readers = self.readers[node.name]
+        clamped = len(readers) == 1 and readers[0].op in ("relu", "clamp") and node.name not in self.graph.outputs
+        if clamped and isinstance(step, Product | Affine | Add) and step.bounds == (-INFINITY, INFINITY):
+            node = readers[0]
+            step.bounds = _bounds(node)
+            self.done.add(node.name)
         self.values[node.name] = step.out
-
-    def _only_reader(self, name: str) -> Node | None:
-        readers = self.readers[name]
-        return readers[0] if len(readers) == 1 and name not in self.graph.outputs else None
-
-    def _folded(self, node: Node, reader: Node) -> Node:
-        self.done.add(reader.name)
-        return reader
 
     def _lay_out(self, output: Value) -> None:
         """Zeros around each activation as the convolutions that read it ask for; the output has none."""
-        convolutions: dict[int, list[Step]] = defaultdict(list)
+        convolutions: dict[int, list[Product]] = defaultdict(list)
         for step in self.steps:
-            if step.kind == "PRODUCT" and step.phases is None and not step.linear:
-                convolutions[id(step.inputs[0])].append(step)
-        for step in list(self.steps):
-            if step in convolutions[id(output)]:  # read by a convolution and by the caller
-                size = (output.height, output.width)
-                phases = _planes(step.name, size, _kernel(step), step.geometry)
-                packed = Value(output.channels, *size, phases.pitch, phases.size)
-                self.steps.insert(self.steps.index(step), Step("REPACK", (output,), packed, phases=phases))
-                step.inputs, step.phases = (packed,), phases
-        convolutions.pop(id(output), None)
+            if isinstance(step, Product) and step.phases is None and not step.linear:
+                convolutions[id(step.source)].append(step)
+        for step in convolutions.pop(id(output), []):  # read by a convolution and by the caller
+            self.steps.insert([each is step for each in self.steps].index(True), _repacked(step))
         for value in {id(v): v for step in self.steps for v in (*step.inputs, step.out)}.values():
             if value.plane:
                 continue  # the phases of a stride
@@ -244,7 +205,28 @@ class _Builder:
             raise GraphError("the network computes nothing that a plan could run")
 
 
-_CONV = (("padding", 0), ("stride", 1), ("dilation", 1))
+_RULES: dict[str, Callable[[_Builder, Node], None]] = {
+    "input": _Builder.input,
+    "linear": _Builder.linear,
+    "conv": _Builder.conv,
+    "batch_norm": _Builder.batch_norm,
+    "relu": _Builder.clamp,
+    "clamp": _Builder.clamp,
+    "max_pool": _Builder.max_pool,
+    "avg_pool": _Builder.avg_pool,
+    "mean": _Builder.mean,
+    "add": _Builder.add,
+    "reshape": _Builder.reshape,
+}
+
+
+def _repacked(step: Product) -> Repack:
+    """A step that lays out what a convolution reads; the convolution then reads that."""
+    source = step.source
+    phases = _planes(step.name, (source.height, source.width), step.kernel, step.geometry)
+    packed = Value(source.channels, source.height, source.width, phases.pitch, phases.size)
+    step.inputs, step.phases = (packed,), phases
+    return Repack("", (source,), packed, phases)
 
 
 def _planes(name: str, size: tuple[int, int], kernel: tuple[int, int], geometry: Geometry) -> Planes:
@@ -260,9 +242,14 @@ def _planes(name: str, size: tuple[int, int], kernel: tuple[int, int], geometry:
     return Planes(size, kernel, geometry)
 
 
-def _pair(attribute: Any, fill: int) -> tuple[int, int]:
-    values = cast(tuple[int, ...], attribute)
-    return (values[0], values[1]) if len(values) == 2 else (fill, values[0])
+def _pair(node: Node, key: str, fill: int) -> tuple[int, int]:
+    """A setting of height and width; where there is one axis only, it is the width."""
+    *above, last = node.integers(key)
+    return (above[0] if above else fill), last
+
+
+def _window(node: Node) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    return _pair(node, "kernel", 1), _pair(node, "stride", 1), _pair(node, "padding", 0)
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -276,11 +263,4 @@ def _image_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _bounds(node: Node) -> tuple[float, float]:
-    if node.op == "relu":
-        return 0.0, INFINITY
-    return cast(float, node.attributes["least"]), cast(float, node.attributes["most"])
-
-
-def _kernel(step: Step) -> tuple[int, int]:
-    weight = cast(Tensor, step.weight)
-    return weight.shape[2], weight.shape[3]
+    return (0.0, INFINITY) if node.op == "relu" else (node.real("least"), node.real("most"))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ExportError
 from sparsevd.files import atomic
+from sparsevd.graph.outputs import parts, returning_tensors
 from sparsevd.posterior import NoisyModule
 
 TOLERANCE = 1e-4  # of the largest output; onnxruntime sums in another order
@@ -53,7 +54,9 @@ def export_onnx(
         raise ExportError("example must be a tensor, or a tuple of tensors, with the batch as first axis")
     with _in_eval_mode(model):
         try:
-            content = _converted(model, examples)
+            with returning_tensors(model) as seen, torch.no_grad():
+                model(*examples)
+                content = _converted(model, examples, seen.keys)
         except Exception as error:  # torch's exporter raises all kinds
             message = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
             raise ExportError(f"torch cannot export {type(model).__name__} to ONNX: {message}") from error
@@ -86,7 +89,7 @@ def _repeated(value: Tensor, count: int) -> Tensor:
     return value.repeat(-(-count // len(value)), *[1] * (value.ndim - 1))[:count]
 
 
-def _converted(model: nn.Module, examples: tuple[Tensor, ...]) -> Any:
+def _converted(model: nn.Module, examples: tuple[Tensor, ...], keys: tuple[str, ...]) -> Any:
     batch = torch.export.Dim("batch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its own internals
@@ -94,6 +97,7 @@ def _converted(model: nn.Module, examples: tuple[Tensor, ...]) -> Any:
             model,
             tuple(_repeated(value, max(2, len(value))) for value in examples),  # a batch of one would be taken as fixed
             dynamic_shapes=tuple({0: batch} for _ in examples),
+            output_names=keys or None,
             dynamo=True,
             verbose=False,
         )
@@ -125,14 +129,14 @@ def _compare(model: nn.Module, examples: tuple[Tensor, ...], serialised: bytes, 
     try:
         session = onnxruntime.InferenceSession(serialised, options, providers=["CPUExecutionProvider"])
         names = [value.name for value in session.get_inputs()]
-        found = session.run(None, {name: value.numpy() for name, value in zip(names, examples, strict=True)})
+        found = session.run(None, {name: value.numpy(force=True) for name, value in zip(names, examples, strict=True)})
     except Exception as error:  # onnxruntime's errors have no common parent
         raise ExportError(f"onnxruntime cannot run the exported network: {error}") from error
     with torch.no_grad():
-        expected = model(*examples)
-    for ours, theirs in zip([expected] if isinstance(expected, Tensor) else expected, found, strict=True):
-        difference = (ours.double() - torch.from_numpy(theirs).double()).abs().max().item() if ours.numel() else 0.0
-        largest = ours.double().abs().max().item() if ours.numel() else 0.0
+        _, expected = parts(model(*examples))
+    for ours, theirs in zip((tensor.cpu().double() for tensor in expected), map(torch.from_numpy, found), strict=True):
+        difference = (ours - theirs.double()).abs().max().item() if ours.numel() else 0.0
+        largest = ours.abs().max().item() if ours.numel() else 0.0
         if not difference <= TOLERANCE * max(largest, 1e-30):
             raise ExportError(
                 f"onnxruntime gives outputs that differ by {difference:.2g} from the network's for a batch of "

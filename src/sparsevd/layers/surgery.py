@@ -1,0 +1,45 @@
+"""Modules swapped in all their places; parents kept off their fused paths meanwhile, and put back.
+
+Which modules are swapped, and which count as swapped, the caller says.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+# Parents that in eval mode hand the weights of their children to a fused operator, and so never call the children.
+# With the attribute set to this value they call them.
+FAST_PATHS: dict[type[nn.Module], tuple[str, object]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+_BEFORE = "fast_path_before_surgery"
+
+
+def swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """The model with every replacement in all the places where its original stands; the model itself may be one."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and child in replacements:
+                module._modules[name] = replacements[child]
+    return replacements.get(model, model)
+
+
+def leave_fast_paths(model: nn.Module, counts: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Keep parents of modules that count off their fused path; returned are, by name, those that were on it."""
+    left: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        for kind, (attribute, off) in FAST_PATHS.items():
+            if isinstance(module, kind) and getattr(module, attribute) != off and any(map(counts, module.modules())):
+                module.__dict__[_BEFORE] = getattr(module, attribute)
+                setattr(module, attribute, off)
+                left[name] = module
+    return left
+
+
+def restore_fast_paths(modules: Iterable[nn.Module]) -> None:
+    """Put those among these modules back that were kept off their fused path."""
+    for module in modules:
+        for kind, (attribute, _) in FAST_PATHS.items():
+            if isinstance(module, kind) and _BEFORE in module.__dict__:
+                setattr(module, attribute, module.__dict__.pop(_BEFORE))
