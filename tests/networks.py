@@ -168,6 +168,48 @@ def pruned_at_random(model: nn.Module, sparsity: float) -> nn.Module:
     return model
 
 
+def pruned(model, zeros=0.9):
+    """In eval mode, with zeros, biases and batch norms that do something."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
+            layer.weight.data *= (torch.rand(layer.weight.shape) >= zeros) / (1 - zeros) ** 0.5
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            layer.running_mean.normal_(0, 0.3)
+            layer.running_var.uniform_(0.5, 2)
+            if layer.affine:
+                layer.weight.data.uniform_(-1, 2)
+                layer.bias.data.normal_()
+    return model.eval()
+
+
+class WayAround(nn.Module):
+    """A batch norm whose input is read twice must stay; the other one goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.second, self.norm2, self.act = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU6()
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.act(self.norm2(self.second(self.norm1(y) + y)))
+
+
+def small_problem(n=1000):
+    """Images of 4×4, of which two pixels decide the class."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 4, 4, generator=generator)
+    return x, (x[:, 0, 0, :2].sum(1) > 0).long()
+
+
+def small_network():
+    """For them."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2)
+    )
+
+
 # Name → a network and an example for it. The last three are pruned.
 NETWORKS = {
     "pointwise": lambda: (Pointwise(), torch.randn(2, 6)),

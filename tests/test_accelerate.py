@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import sparsevd
+from networks import WayAround, pruned
 from sparsevd import kernels
 from sparsevd.runtime import acceleration as module
 from sparsevd.runtime import timing
@@ -48,20 +49,6 @@ def plan_first(monkeypatch):
         return [timing.Timing(1 / i, 1 / i, 1 / i) for i in range(1, len(calls) + 1)]
 
     monkeypatch.setattr(module, "timings", measured)
-
-
-def pruned(model, zeros=0.9):
-    """In eval mode, with zeros, biases and batch norms that do something."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
-            layer.weight.data *= (torch.rand(layer.weight.shape) >= zeros) / (1 - zeros) ** 0.5
-        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-            layer.running_mean.normal_(0, 0.3)
-            layer.running_var.uniform_(0.5, 2)
-            if layer.affine:
-                layer.weight.data.uniform_(-1, 2)
-                layer.bias.data.normal_()
-    return model.eval()
 
 
 def same(fast, model, *inputs):
@@ -196,7 +183,7 @@ def test_a_plan_has_no_other_weights_and_no_other_type(monkeypatch):
 @built
 def test_copies_of_a_network_with_a_plan(monkeypatch):
     plan_first(monkeypatch)
-    model, x = pruned(Residual(), 0.3), torch.randn(3, 3, 6, 7)
+    model, x = pruned(WayAround(), 0.3), torch.randn(3, 3, 6, 7)
     fast = sparsevd.accelerate(model, x)
     fast(x)  # made ready, with memory and addresses
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
@@ -240,19 +227,6 @@ def test_why_there_is_no_plan_is_a_sentence(monkeypatch):
     assert "when sparse" in sparsevd.accelerate(nn.Linear(4, 3), x).no_plan
 
 
-class Residual(nn.Module):
-    """A batch norm whose input is read twice must stay; the other one goes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm1 = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
-        self.second, self.norm2, self.act = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU6()
-
-    def forward(self, x):
-        y = self.first(x)
-        return self.act(self.norm2(self.second(self.norm1(y) + y)))
-
-
 class Branching(nn.Module):
     """What torch.fx cannot follow."""
 
@@ -266,7 +240,7 @@ class Branching(nn.Module):
 
 @built
 def test_batch_norm_is_folded_only_where_that_is_exact():
-    model = pruned(Residual(), 0.3)
+    model = pruned(WayAround(), 0.3)
     fast = sparsevd.accelerate(model, torch.randn(2, 3, 6, 6))
     assert [choice.folded for choice in fast.choices] == [(), ("norm2", "act")]
     same(fast, model, 10 * torch.randn(4, 3, 6, 6))

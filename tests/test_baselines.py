@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from networks import small_network as network
+from networks import small_problem as problem
 from sparsevd import baselines
 from sparsevd.baselines import METHODS, Training
 from sparsevd.baselines.binary_dropout import BinaryDropout, dropout_rates
@@ -38,19 +40,6 @@ FOR_SMALL_NETWORKS = {
     "variational-dropout-unrestricted": {"learning_rate": 1e-2, "log_alpha_lr_ratio": 2.0},
     "sparse-vd": {"recipe": FitConfig(learning_rate=2e-2)},
 }
-
-
-def problem(n=1000):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(n, 1, 4, 4, generator=generator)
-    return x, (x[:, 0, 0, :2].sum(1) > 0).long()
-
-
-def network():
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 2)
-    )
 
 
 def trained(name, epochs=3, seed=0, batch_size=100, **settings):

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from networks import pruned
 from sparsevd.cli import app
 from sparsevd.errors import ArgumentError
 from sparsevd.runs import benchmark as bench
 from sparsevd.runtime import timing
 from sparsevd.zoo import models
-from test_accelerate import pruned
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from networks import small_network as network
+from networks import small_problem as problem
 from sparsevd import baselines
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.cli import app
 from sparsevd.errors import ArgumentError, FormatError
 from sparsevd.runs import comparison
-from test_baselines import network, problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

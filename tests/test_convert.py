@@ -19,7 +19,7 @@ from sparsevd.layers.convolution import SparseConv2d
 from sparsevd.layers.linear import SparseLinear
 
 
-class Residual(nn.Module):
+class SharedBlock(nn.Module):
     """A residual net whose middle convolution is used twice, by name and by call."""
 
     def __init__(self):
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
 
 
 NETS = {
-    "residual": (Residual, lambda: torch.randn(8, 3, 6, 6), set()),
+    "residual": (SharedBlock, lambda: torch.randn(8, 3, 6, 6), set()),
     "depthwise": (Depthwise, lambda: torch.randn(8, 3, 6, 6), set()),
     "encoder": (
         Encoder,
@@ -159,7 +159,7 @@ def test_the_original_is_untouched_unless_inplace():
 
 
 def test_keys_gain_log_sigma2_and_nothing_else():
-    dense = Residual()
+    dense = SharedBlock()
     model = sparsevd.sparsify(dense)
     added = [key for key in model.state_dict() if not key.endswith("log_sigma2")]
     assert added == list(dense.state_dict())
@@ -169,7 +169,7 @@ def test_keys_gain_log_sigma2_and_nothing_else():
 
 
 def test_a_shared_module_stays_shared():
-    model = sparsevd.sparsify(Residual())
+    model = sparsevd.sparsify(SharedBlock())
     assert model.block is model.again
     assert isinstance(model.block, SparseConv2d)
     pruned = sparsevd.prune(model)
@@ -237,7 +237,7 @@ def test_include_and_exclude_by_name_wildcard_and_type():
 
 
 def test_a_shared_module_excluded_under_one_name_is_excluded():
-    assert preview(Residual(), exclude="again").replaced == ("stem", "head")
+    assert preview(SharedBlock(), exclude="again").replaced == ("stem", "head")
 
 
 def test_tied_parameters_are_left_alone_and_named():
@@ -359,16 +359,16 @@ def test_transformer_fast_path_gives_the_pruned_answer(options, masked):
 
 
 def test_deepcopy_and_state_dict_round_trip():
-    model = spread_noise(sparsevd.sparsify(Residual())).eval()
+    model = spread_noise(sparsevd.sparsify(SharedBlock())).eval()
     x = torch.randn(2, 3, 6, 6)
-    other = sparsevd.sparsify(Residual()).eval()
+    other = sparsevd.sparsify(SharedBlock()).eval()
     other.load_state_dict(model.state_dict())
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     assert torch.equal(other(x), model(x))
 
 
 def test_bf16_autocast_trains():
-    model = sparsevd.sparsify(Residual())
+    model = sparsevd.sparsify(SharedBlock())
     with torch.autocast("cpu", torch.bfloat16):
         out = model(torch.randn(4, 3, 6, 6))
         loss = sparsevd.elbo_loss(F.cross_entropy(out, torch.randint(0, 4, (4,))), model, n_train=4)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import sparsevd
+from networks import WayAround, pruned
 from sparsevd import kernels
 from sparsevd.errors import GraphError
 from sparsevd.graph import capture
@@ -23,7 +24,6 @@ from sparsevd.runtime import timing
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.plan import Plan
 from sparsevd.zoo import models
-from test_accelerate import Residual, pruned
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -53,7 +53,7 @@ NETWORKS = {
     "lenet-300-100": (models.lenet_300_100, (1, 28, 28)),
     "lenet-5-caffe": (models.lenet_5_caffe, (1, 28, 28)),
     "vgg-like": (lambda: models.vgg_like(k=0.1), (3, 32, 32)),
-    "residual": (Residual, (3, 6, 7)),
+    "residual": (WayAround, (3, 6, 7)),
     "everything": (Everything, (3, 33, 29)),
     "one axis": (
         lambda: nn.Sequential(

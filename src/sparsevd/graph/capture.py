@@ -19,6 +19,7 @@ from sparsevd.graph.operations import DTYPE_NAMES
 from sparsevd.graph.outputs import Output, parts, returning_tensors
 from sparsevd.graph.structure import Graph
 from sparsevd.graph.translation import STILL_WORKS, Translation
+from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import NoisyModule
 
 _PROBE = 13  # a batch size that no network has in its shapes
@@ -43,21 +44,18 @@ def capture(model: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> G
         return model.check()
     examples = example if isinstance(example, tuple) else (example,)
     _check_arguments(model, examples)
-    modes = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    try:
-        model.eval()
+    with in_eval_mode(model):
         torch.backends.mha.set_fastpath_enabled(False)  # a fused operation that hides the whole layer
-        with returning_tensors(model) as seen:
-            graph = _translate(model, examples)
-        graph = replace(graph, keys=seen.keys).check()
-        with torch.no_grad():
-            found = graph(*examples)  # first, since it says what it cannot compute
-            expected = model(*examples)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        for module, training in modes.items():
-            module.training = training
+        try:
+            with returning_tensors(model) as seen:
+                graph = _translate(model, examples)
+            graph = replace(graph, keys=seen.keys).check()
+            with torch.no_grad():
+                found = graph(*examples)  # first, since it says what it cannot compute
+                expected = model(*examples)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
     _check_same(expected, found)
     return graph
 

@@ -20,6 +20,7 @@ from sparsevd.kernels.structs import NONZERO, LayerStruct
 ENOUGH = 1_000_000  # multiplications that make a second thread worth waking
 GROUP_LIMIT = 12  # vectors of images beside each other: what a tile of the kernel holds
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,21 @@ class Planes:
         return (phase * self.rows + y // self.stride_y) * self.pitch + x // self.stride_x
 
 
+def _with_four_axes(weight: Tensor, groups: int) -> Floats:
+    """Outputs, inputs of a group, height and width of a filter."""
+    if not 2 <= weight.ndim <= 4 or weight.shape[0] % groups:
+        raise ArgumentError(f"a weight of shape {tuple(weight.shape)} in {groups} groups is no layer")
+    four_axes = (*weight.shape[:2], *(1,) * (4 - weight.ndim), *weight.shape[2:])
+    return door.plain(weight.detach()).numpy().reshape(four_axes)
+
+
+def _nonzeros(dense: Floats, groups: int) -> tuple[Any, ...]:
+    """Output, input of all groups, row, column and value of each weight that is not zero."""
+    filters, inputs, y, x = np.nonzero(dense)
+    inputs_of_all = inputs + filters // (dense.shape[0] // groups) * dense.shape[1]
+    return filters, inputs_of_all, y, x, dense[filters, inputs, y, x]
+
+
 class SparseProduct:
     """One layer for images of one size, `batch` at a call, `images` of them beside each other.
 
@@ -87,11 +103,8 @@ class SparseProduct:
                 f"instruction set {instruction_set!r} with batch {batch}, images of {size}, {images} side by side: the "
                 f"machine must have it, and these must be 1 or a multiple of its {vector or 'numbers in a register'}"
             )
-        if not 2 <= weight.ndim <= 4 or weight.shape[0] % geometry.groups:
-            raise ArgumentError(f"a weight of shape {tuple(weight.shape)} in {geometry.groups} groups is no layer")
         self.instruction_set, self.batch = instruction_set, batch
-        four_axes = (*weight.shape[:2], *(1,) * (4 - weight.ndim), *weight.shape[2:])
-        dense = door.plain(weight.detach()).numpy().reshape(four_axes)
+        dense = _with_four_axes(weight, geometry.groups)
         self.outputs, channels = dense.shape[0], dense.shape[1] * geometry.groups
         if bias is not None and bias.shape != (self.outputs,):
             raise ArgumentError(f"a bias of shape {tuple(bias.shape)} for {self.outputs} outputs")
@@ -103,9 +116,7 @@ class SparseProduct:
         door.int32("numbers in the planes", channels * planes.size * images)
         door.int32("numbers in the outputs", self.outputs * planes.out_height * planes.out_width * images)
 
-        filters, inputs, y, x = np.nonzero(dense)
-        values = dense[filters, inputs, y, x]
-        inputs = inputs + filters // (self.outputs // geometry.groups) * dense.shape[1]
+        filters, inputs, y, x, values = _nonzeros(dense, geometry.groups)
         # Read in place what has no zeros around it, unless tiles would read past its end.
         whole_tiles = planes.out_width % vector == 0 or self.out_size == (1, 1)
         direct = images == 1 and geometry.stride == (1, 1) and planes.size == size[0] * size[1] and whole_tiles

@@ -15,3 +15,11 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """The whole model in eval mode, for a while."""
+    with modes_restored(model):
+        model.eval()
+        yield

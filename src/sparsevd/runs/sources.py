@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers.modes import modes_restored
+from sparsevd.layers.modes import in_eval_mode
 from sparsevd.training.data import Augmented, Data, batches, checked
 from sparsevd.zoo import datasets, models
 
@@ -102,8 +102,8 @@ def try_one_batch(model: nn.Module, train: Data, described: str) -> Tensor:
         x, y = next(batches(train, 2, shuffle=False), (None, None))
         if x is None or y is None:
             raise ValueError("it gives no batch")
-        with torch.no_grad(), modes_restored(model):
-            F.cross_entropy(model.eval()(x), y)
+        with torch.no_grad(), in_eval_mode(model):
+            F.cross_entropy(model(x), y)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise ArgumentError(f"{described}: {error}") from error
     return cast(Tensor, x)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ExportError
 from sparsevd.files import atomic
 from sparsevd.graph.outputs import parts, returning_tensors
+from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import NoisyModule
 
 TOLERANCE = 1e-4  # of the largest output; onnxruntime sums in another order
@@ -52,7 +53,7 @@ def export_onnx(
             raise ExportError(f"{name or 'the model'} is a Sparse VD layer; call sparsevd.prune first")
     if any(not isinstance(value, Tensor) or not value.ndim or not len(value) for value in examples):
         raise ExportError("example must be a tensor, or a tuple of tensors, with the batch as first axis")
-    with _in_eval_mode(model):
+    with _quiet_exporter(), in_eval_mode(model):
         try:
             with returning_tensors(model) as seen, torch.no_grad():
                 model(*examples)
@@ -71,18 +72,14 @@ def export_onnx(
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
+def _quiet_exporter() -> Iterator[None]:
     exporter = logging.getLogger("torch.onnx")
     level = exporter.level
-    model.eval()
     exporter.setLevel(logging.ERROR)  # it names every package that is not installed
     try:
         yield
     finally:
         exporter.setLevel(level)
-        for module, training in modes.items():
-            module.training = training
 
 
 def _repeated(value: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers.modes import modes_restored
+from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import noisy_modules
 from sparsevd.training.data import Data, batches, checked, size
 from sparsevd.training.inputs import Forward, call, changed
@@ -53,8 +53,8 @@ def evaluate(
         forward: how to call the model, (model, inputs) → output, where model(x), model(*x) or model(**x) is not it.
         metric: any other number to average over the examples, of the output and the target of a batch.
     """
-    with modes_restored(model):
-        return _average(model.eval(), data, loss, forward, metric)
+    with in_eval_mode(model):
+        return _average(model, data, loss, forward, metric)
 
 
 def elbo(
@@ -76,8 +76,7 @@ def elbo(
 
 def noisy_loss(model: nn.Module, noisy: Iterable[nn.Module], data: Data, loss: Loss, forward: Forward = call) -> float:
     """The mean loss with these modules in training mode and all others in eval mode."""
-    with modes_restored(model):
-        model.eval()
+    with in_eval_mode(model):
         for module in noisy:
             module.train()
         return _average(model, data, loss, forward).loss
