@@ -15,6 +15,7 @@ from sparsevd import baselines
 from sparsevd.baselines import METHODS, Training
 from sparsevd.baselines.binary_dropout import BinaryDropout, dropout_rates
 from sparsevd.baselines.gaussian_dropout import GaussianDropout
+from sparsevd.baselines.gradual import GradualPruning, kept, ramped
 from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import Mixture, SoftWeightSharing
@@ -29,11 +30,12 @@ from sparsevd.training.evaluation import elbo, evaluate
 from sparsevd.training.recipes import FitConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SPARSE = ["pruning", "surgery", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]
+SPARSE = ["pruning", "surgery", "gradual", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]
 # Thresholds and priors are made for layers with many weights, of which most do not matter.
 FOR_SMALL_NETWORKS = {
     "pruning": {"quality": 0.6, "learning_rate": 1e-2, "retraining_rate": 5e-3},
     "surgery": {"c": 0.0, "dense_rate": 1e-2},
+    "gradual": {"sparsity": 0.7, "learning_rate": 1e-2},
     "soft-weight-sharing": {"batch_size_factor": 2, "tau": 0.1, "learning_rate": 1e-2},
     "binary-dropout": {"rate": 0.2, "learning_rate": 5e-3},
     "gaussian-dropout": {"rate": 0.2, "learning_rate": 5e-3},
@@ -115,6 +117,9 @@ def test_a_budget_is_checked():
         ("pruning", {"dense_part": 3.0}),
         ("surgery", {"c": math.nan}),
         ("surgery", {"power": "1"}),
+        ("gradual", {"sparsity": 1.0}),
+        ("gradual", {"every": 0}),
+        ("gradual", {"l1": -1e-5}),
         ("soft-weight-sharing", {"zero_proportion": 1.0}),
         ("soft-weight-sharing", {"batch_size_factor": 0}),
         ("binary-dropout", {"rate": 1.0}),
@@ -208,6 +213,39 @@ def test_pruning_removes_what_is_below_the_threshold_and_never_brings_it_back():
     assert len(removed) == 4
     assert not removed[0]
     assert all(earlier < later for earlier, later in itertools.pairwise(removed))
+
+
+def test_gradual_pruning_follows_its_ramp_and_never_brings_a_weight_back():
+    zeros = []
+
+    class Watched(Training):
+        def run(self, model, optimizer, epochs, *, after_step, decay=True, **keywords):
+            def watch(done):
+                after_step(done)
+                weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.ndim > 1])
+                zeros.append(weights == 0)
+
+            super().run(model, optimizer, epochs, after_step=watch, decay=decay, **keywords)
+
+    method = GradualPruning(sparsity=0.8, begin=0.1, end=0.5, every=3)
+    result = method.train(network(), Watched(problem(), epochs=10, batch_size=50, progress=False)).network
+    assert summary(result).sparsity == pytest.approx(80, abs=0.2)
+    assert not any(mask.any() for mask in zeros[:20])  # one epoch of ten
+    assert all((later | ~earlier).all() for earlier, later in itertools.pairwise(zeros))
+    halfway = zeros[60].float().mean().item()  # at 0.3 of the run, a half of the ramp
+    assert halfway == pytest.approx(0.8 * (1 - 0.5**3), abs=0.03)
+    assert ramped(0.8, 0.0) == 0
+    assert ramped(0.8, 1.0) == ramped(0.8, 2.0) == 0.8
+    assert zeros[99].float().mean() < 0.8 + 1e-3
+    assert all(mask.float().mean() == pytest.approx(0.8, abs=2e-3) for mask in zeros[100:])
+
+
+def test_gradual_pruning_cuts_all_layers_together():
+    weights = [nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.1]])), nn.Parameter(torch.tensor([[0.2, 5.0]]))]
+    first, second = kept(weights, 0.5)
+    assert first.tolist() == [[False, True], [True, False]]
+    assert second.tolist() == [[False, True]]
+    assert all(mask.all() for mask in kept(weights, 0.0))
 
 
 def test_surgery_renews_a_mask_outside_of_a_band():

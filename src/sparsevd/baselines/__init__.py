@@ -15,6 +15,7 @@ from torch import nn
 from sparsevd.baselines.binary_dropout import BinaryDropout
 from sparsevd.baselines.dense import Dense
 from sparsevd.baselines.gaussian_dropout import GaussianDropout
+from sparsevd.baselines.gradual import GradualPruning
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import SoftWeightSharing
 from sparsevd.baselines.sparse_vd import SparseVD
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method]] = {
     "dense": Dense,
     "pruning": Pruning,
     "surgery": Surgery,
+    "gradual": GradualPruning,
     "soft-weight-sharing": SoftWeightSharing,
     "binary-dropout": BinaryDropout,
     "gaussian-dropout": GaussianDropout,

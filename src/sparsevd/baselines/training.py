@@ -95,6 +95,7 @@ class Training:
         penalty: Callable[[float], Tensor] | None = None,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
         after_step: Callable[[float], None] | None = None,
+        decay: bool = True,
     ) -> None:
         """Some epochs of training. The rates that the optimizer comes with fall to zero along a half cosine.
 
@@ -102,6 +103,7 @@ class Training:
             penalty: what is added to the mean loss; it is told which part of these epochs is over, as are the others.
             weights: tensors to compute with in place of the parameters of these names.
             after_step: called after every step.
+            decay: without it the rates stay as they are.
         """
         if self.spent + epochs > self.epochs:
             raise ArgumentError(f"{self.spent} of {self.epochs} epochs are spent; {epochs} more are not in the budget")
@@ -114,7 +116,7 @@ class Training:
                 for x, y in batches(self.data, self.batch_size, shuffle=True):
                     done = min(1.0, (epoch + seen / self.n) / epochs)
                     for group, rate in zip(optimizer.param_groups, base, strict=True):
-                        group["lr"] = rate * DECAYS["cosine"](done)
+                        group["lr"] = rate * DECAYS["cosine"](done) if decay else rate
                     if x.ndim == 4:  # as `fit` has it: convolutions are faster
                         x = x.to(memory_format=torch.channels_last)
                     output = functional_call(model, dict(weights()), (x,)) if weights else model(x)
