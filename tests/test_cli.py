@@ -135,6 +135,25 @@ def test_info_and_prune_of_a_checkpoint(trained, user_folder):
     assert table.splitlines()[-1].split()[:3] == totals.split()[:3]
 
 
+def test_prune_to_a_share_or_within_an_error(trained, user_folder):
+    folder, _ = trained
+    runner = CliRunner()
+    shares = {}
+    for options in (["--sparsity", "0.9"], ["--max-error-increase", "2", "--val-size", "100"]):
+        result = runner.invoke(app, ["prune", str(folder), "-o", "small.safetensors", *options])
+        assert result.exit_code == 0, result.output
+        weights = [tensor for tensor in load_file("small.safetensors").values() if tensor.ndim > 1]
+        zeros, total = sum(int((w == 0).sum()) for w in weights), sum(w.numel() for w in weights)
+        shares[options[0]] = zeros / total
+    assert shares["--sparsity"] == pytest.approx(0.9, abs=1 / total)
+    assert 0 < shares["--max-error-increase"] < 1
+    assert "measured on 100 examples of the training set, held out in training" in result.output
+    both = runner.invoke(app, ["prune", str(folder), "-o", "x", "--sparsity", "0.9", "--threshold", "3"])
+    assert "give one of them" in str(both.exception)
+    percent = runner.invoke(app, ["prune", str(folder), "-o", "x", "--sparsity", "90"])
+    assert "did you mean 0.9?" in str(percent.exception)
+
+
 def test_a_run_of_ones_own_code_needs_no_further_arguments(trained, user_folder):
     folder, _ = trained
     begun = json.loads((folder / "run.json").read_text())

@@ -13,6 +13,7 @@ from sparsevd.runtime.acceleration import accelerate
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
+from sparsevd.training.budget import Budget
 from sparsevd.training.evaluation import elbo, evaluate
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 keep_old_names(sys.modules[__name__])
 
 __all__ = [
+    "Budget",
     "FitConfig",
     "SparseVDError",
     "SparseVDWarning",

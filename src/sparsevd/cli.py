@@ -17,9 +17,10 @@ from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
 from sparsevd.runs import comparison, compression, training_run
 from sparsevd.runs.comparison import CompareConfig
 from sparsevd.runs.compression import CompressConfig
-from sparsevd.runs.run import FILES, Run
+from sparsevd.runs.run import FILES, HELD_OUT, Run
 from sparsevd.runs.training_run import RunConfig
 from sparsevd.training import recipes
+from sparsevd.training.budget import Budget
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -100,14 +101,29 @@ def info(
         print(f"\n{report}")
 
 
-@app.command(epilog="Example: sparsevd prune runs/demo/checkpoint.safetensors -o lenet.safetensors --threshold 2")
+@app.command(epilog="Example: sparsevd prune runs/demo -o lenet.safetensors --max-error-increase 0.5")
 def prune(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of Sparse VD training, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the pruned network.")],
     threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
+    sparsity: Annotated[float | None, typer.Option(help="Or drop this share of the weights, such as 0.95.")] = None,
+    max_error_increase: Annotated[
+        float | None, typer.Option(help="Or drop as many as cost at most so many points of %, on held-out examples.")
+    ] = None,
+    val_size: Annotated[int, typer.Option(help="Examples of the training set to measure that on.")] = HELD_OUT,
+    model: Annotated[str | None, _MODEL] = None,
+    data: Annotated[str | None, typer.Option(help="The data, if the folder does not say: as for train.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
 ) -> None:
     """Write the pruned network: safetensors with exact zeros and the keys of the plain torch model."""
-    print(Run(checkpoint).write_pruned(output, threshold))
+    if sum(given is not None for given in (threshold, sparsity, max_error_increase)) > 1:
+        raise ArgumentError("threshold, sparsity and max_error_increase each say where to cut; give one of them")
+    run = Run(checkpoint, model=model, data=data, data_dir=data_dir)
+    if sparsity is not None:
+        threshold = run.threshold_of_sparsity(sparsity)
+    elif max_error_increase is not None:
+        threshold = run.threshold_within(Budget(max_error_increase=max_error_increase), val_size)
+    print(run.write_pruned(output, threshold))
     print(f"written to {output}")
 
 

@@ -7,11 +7,12 @@ exact type, because a subclass may use its weight in ways of its own. `preview` 
 import copy
 import fnmatch
 import logging
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from sparsevd.posterior import (
     checked_threshold,
     noisy_modules,
     required_posteriors,
+    threshold_for,
 )
 
 logger = logging.getLogger("sparsevd")
@@ -168,17 +170,48 @@ def sparsify(
     return model
 
 
-def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = False) -> nn.Module:
+class Cut(Protocol):
+    """Says where to cut log α; `sparsevd.Budget` is one."""
+
+    def threshold_of(self, model: nn.Module, data: Any = None, **how: Any) -> float: ...
+
+
+def prune(
+    model: nn.Module,
+    *,
+    threshold: float | None = None,
+    sparsity: float | None = None,
+    budget: Cut | None = None,
+    data: Any = None,
+    inplace: bool = False,
+    **how: Any,
+) -> nn.Module:
     """The plain torch network with exact zeros where log α exceeds the threshold, and the original state_dict keys.
+
+        pruned = sparsevd.prune(model)
+        pruned = sparsevd.prune(model, sparsity=0.95)
+        pruned = sparsevd.prune(model, budget=sparsevd.Budget(max_error_increase=0.5), data=held_out)
 
     Args:
         model: a Sparse VD network; it is copied unless `inplace`.
         threshold: overrides the threshold of every layer (3.0 unless `sparsify` was told otherwise); infinity keeps
             every weight.
+        sparsity: instead of a threshold, the share of all weights to make zero: those with the largest log α.
+        budget: instead of both, what may be lost, or how large the file may be: the sparsest network that keeps to it.
+        data: what a budget is measured on; held-out data, in any form that `evaluate` takes.
         inplace: change the given model instead of a copy.
+        how: `loss` and `forward`, as for `evaluate`, for a budget that is measured.
     """
+    if sum(given is not None for given in (threshold, sparsity, budget)) > 1:
+        raise ArgumentError("threshold, sparsity and budget each say where to cut; give one of them")
+    if budget is None and (data is not None or how):
+        raise ArgumentError(f"{', '.join(['data', *how][data is None :])}: only a budget is measured; give budget= too")
     if threshold is not None:
         checked_threshold(threshold)
+    elif sparsity is not None:
+        threshold = threshold_of_sparsity(model, sparsity)
+    elif budget is not None:
+        threshold = budget.threshold_of(model, data, **how)
     if not inplace:
         model = copy.deepcopy(model)
     required_posteriors(model)  # says so if there are none
@@ -201,6 +234,27 @@ def prune(model: nn.Module, *, threshold: float | None = None, inplace: bool = F
     model = swap(model, swaps)
     restore_fast_paths(model.modules())
     return model
+
+
+def threshold_of_sparsity(model: nn.Module, sparsity: float) -> float:
+    """The threshold that makes this share of all weights zero."""
+    found, lost = required_posteriors(model), lost_already(model)
+    threshold = threshold_for([(each.theta, each.log_sigma2) for each in found], sparsity)
+    if sparsity >= lost:
+        return threshold
+    warnings.warn(
+        f"sparsity={sparsity:g} is below the {100 * lost:.2f} % of the weights that the network has lost for good "
+        "already; they stay zero, and nothing else is pruned",
+        SparseVDWarning,
+        stacklevel=3,
+    )
+    return math.inf
+
+
+def lost_already(model: nn.Module) -> float:
+    """The share of the weights that are zero whatever the threshold."""
+    found = required_posteriors(model)
+    return sum(int((each.theta == 0).sum()) for each in found) / sum(each.theta.numel() for each in found)
 
 
 def _matches(

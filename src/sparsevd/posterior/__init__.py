@@ -4,6 +4,7 @@ from sparsevd.posterior.posterior import (
     THRESHOLD,
     NoisyModule,
     Posterior,
+    checked_sparsity,
     checked_threshold,
     is_noisy,
     label_of,
@@ -12,12 +13,14 @@ from sparsevd.posterior.posterior import (
     noisy_modules,
     posteriors,
     required_posteriors,
+    threshold_for,
 )
 
 __all__ = [
     "THRESHOLD",
     "NoisyModule",
     "Posterior",
+    "checked_sparsity",
     "checked_threshold",
     "is_noisy",
     "label_of",
@@ -26,4 +29,5 @@ __all__ = [
     "noisy_modules",
     "posteriors",
     "required_posteriors",
+    "threshold_for",
 ]

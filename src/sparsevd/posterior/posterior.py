@@ -160,6 +160,25 @@ def required_posteriors(model: nn.Module) -> list[Posterior]:
     return found
 
 
+def checked_sparsity(sparsity: float) -> float:
+    """A share of zeros; per cent are a likely mistake."""
+    if not 0 <= sparsity <= 1:  # also NaN
+        meant = f"; did you mean {sparsity / 100:g}?" if 1 < sparsity <= 100 else ""
+        raise ArgumentError(f"sparsity={sparsity!r} must be a share of the weights, from 0 to 1{meant}")
+    return float(sparsity)
+
+
+@torch.no_grad()
+def threshold_for(pairs: Sequence[tuple[Tensor, Tensor]], sparsity: float) -> float:
+    """The threshold that makes this share of all weights zero: a quantile of log α over pairs (θ, log σ²).
+
+    A weight that is zero already has the largest log α and goes first.
+    """
+    log_alpha = torch.cat([equations.log_alpha(*pair).flatten().cpu() for pair in pairs])
+    kept = len(log_alpha) - round(checked_sparsity(sparsity) * len(log_alpha))
+    return log_alpha.kthvalue(kept).values.item() if kept else -math.inf
+
+
 def noisy_modules(model: nn.Module) -> dict[str, NoisyModule]:
     """The modules that draw noise in training mode, by name; a shared one once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NoisyModule)}

@@ -23,7 +23,7 @@ from sparsevd.graph import Graph, capture
 from sparsevd.modelfile.container import FRAME, Packed
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table
-from sparsevd.runs.run import Run
+from sparsevd.runs.run import HELD_OUT, Run
 from sparsevd.runs.sources import split
 from sparsevd.training.data import Data, batches, size
 from sparsevd.training.evaluation import Evaluation, evaluate
@@ -45,7 +45,7 @@ class CompressConfig:
     model: Annotated[str | None, "The network, as for train; by default the run's."] = None
     data: Annotated[str | None, "The data, as for train; by default the run's."] = None
     data_dir: Annotated[Path | None, "Folder with the data set. [env: SPARSEVD_DATA]"] = None
-    val_size: Annotated[int, "Training examples to choose the rounding on."] = 10_000
+    val_size: Annotated[int, "Training examples to choose the rounding on."] = HELD_OUT
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,12 @@ class Origin:
             say(f"{of}: {name}, as {self.path} says")
         return name
 
+    def asked(self, setting: str) -> int:
+        """A number that the command was given, or 0 where the file does not say."""
+        asked = self.said.get("asked")
+        value = asked.get(setting) if isinstance(asked, dict) else None
+        return value if isinstance(value, int) and is_whole(value, 0, 1 << 53) else 0
+
     def _check_factory(self, name: str, of: str) -> None:
         module, _, attribute = name.partition(":")
         if not (self.owned and all(part.isidentifier() for part in [*module.split("."), attribute])):

@@ -38,7 +38,9 @@ from sparsevd.runs import sources
 from sparsevd.runs.origin import Origin
 from sparsevd.runs.sources import Sources
 from sparsevd.runs.weight_file import WeightFile
+from sparsevd.training.budget import Budget
 from sparsevd.training.checkpoint import check_fit
+from sparsevd.training.data import size
 from sparsevd.training.folder import CHECKPOINT, METRICS
 
 RUN = "run.json"
@@ -48,6 +50,7 @@ PRETRAIN = "pretrain"
 FILES = (METRICS, SUMMARY, CHECKPOINT, PRUNED)  # what a finished run leaves
 _STATE = (CHECKPOINT, f"{PRETRAIN}/{CHECKPOINT}")
 
+HELD_OUT = 10_000  # examples of the training set that something is measured on, unless said otherwise
 MOST_OPERATIONS = 1 << 37  # for one example of a network from a file, which is run to be reported on; VGG-16 has 2³⁴
 
 
@@ -145,6 +148,22 @@ class Run:
             )
         write_tensors(output, self.pruned_tensors(threshold))
         return self.summary(threshold)
+
+    def threshold_of_sparsity(self, sparsity: float) -> float:
+        """Where to cut log α, so that this share of the weights is zero; read without the network's code."""
+        return self._weights.threshold_of_sparsity(sparsity)
+
+    def threshold_within(self, budget: Budget, val_size: int = HELD_OUT) -> float:
+        """Where to cut log α to keep to a budget, measured on examples of the training set.
+
+        They are those that the same seed and `val_size` hold out in training, if the run held out any.
+        """
+        data = self.data()
+        _, held_out = sources.split(data.train, min(val_size, size(data.train, "train") // 2), self.seed())
+        unseen = self._origin.asked("val_size") if self._origin else 0
+        whether = "held out in training" if unseen >= len(held_out[1]) else "that the run has trained on"
+        self._say(f"measured on {len(held_out[1]):,} examples of the training set, {whether}")
+        return budget.threshold_of(self.model(data.classes), held_out)
 
     def network(self, threshold: float | None = None) -> Restored:
         """The pruned network, ready for use."""

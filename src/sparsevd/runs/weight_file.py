@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsevd import modelfile
 from sparsevd.errors import CheckpointError
 from sparsevd.files.tensors import read_tensors
-from sparsevd.posterior import checked_threshold, equations, label_of
+from sparsevd.posterior import checked_threshold, equations, label_of, threshold_for
 from sparsevd.reporting.summary import LayerSummary, ModelSummary, summarise_layer
 from sparsevd.training.checkpoint import FLOATING, KEY, Checkpoint
 
@@ -55,6 +55,13 @@ class WeightFile:
         floating = sum(t.numel() for key, t in tensors.items() if key not in left_out and t.is_floating_point())
         kl = divergence if self.is_sparse else None
         return ModelSummary(tuple(layers), floating - sum(layer.weights for layer in layers), kl)
+
+    def threshold_of_sparsity(self, sparsity: float) -> float:
+        """Where to cut log α, so that this share of all weights is zero."""
+        if not self.is_sparse:
+            raise CheckpointError(f"{self.path} holds a plain network: it has no log α that says which weights to drop")
+        names = [name for name, known in self._posteriors.items() if known["of"] == name]
+        return threshold_for([self._pair(name) for name in names], sparsity)
 
     def _plain(self) -> dict[str, Tensor]:
         return self.checkpoint.plain() if self.checkpoint else dict(self.tensors)
