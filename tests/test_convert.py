@@ -254,6 +254,23 @@ def test_tied_parameters_are_left_alone_and_named():
     assert "embed.weight = out.weight" in conversion.skipped["out"]
 
 
+def test_embeddings_that_cannot_be_converted_are_named():
+    vectors = torch.ones(4, 3)
+    model = nn.ModuleDict(
+        {
+            "bounded": nn.Embedding(4, 3, max_norm=1.0),
+            "sparse": nn.EmbeddingBag(4, 3, sparse=True),
+            "padded": nn.Embedding.from_pretrained(vectors, freeze=False, padding_idx=1),
+            "fine": nn.Embedding(4, 3, padding_idx=1),
+        }
+    )
+    skipped = preview(model).skipped
+    assert "max_norm=1.0" in skipped["bounded"]
+    assert "sparse=True" in skipped["sparse"]
+    assert "vector for padding is not zero" in skipped["padded"]
+    assert preview(model).replaced == ("fine",)
+
+
 def test_reasons_are_given():
     class Lazy(nn.Module):
         def __init__(self):

@@ -122,6 +122,15 @@ def test_a_frozen_layer_loses_nothing():
     assert posteriors(model)[0].alive().all()
 
 
+def test_frozen_weights_with_free_noise_are_not_made_zero():
+    model = matrices()
+    model[0].weight.requires_grad_(False)
+    with torch.no_grad():
+        model[0].log_sigma2.fill_(40.0)
+    schedule(model, drop_from=0.0, warm_up_end=0.0).drop(0.5)
+    assert (model[0].weight != 0).all()
+
+
 def test_it_saves_and_restores_itself():
     model = matrices()
     plan = schedule(model, drop_patience=3)

@@ -87,6 +87,7 @@ class SparseConvTranspose(ProductLayer):
     """Sparse VD transposed convolution in any number of dimensions; eq. 18 with ∗ read as its transpose."""
 
     options = (*_OPTIONS, "output_padding")
+    unit_axis = 1
     convolve: ClassVar[Callable[..., Tensor]]
 
     kernel_size: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Embeddings: the noise is drawn for each token that is looked up, so a token twice in a text has two samples."""
 
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ class SparseTable(SparseLayer):
     """What both embeddings share: a table of a vector for each token."""
 
     others = ()
+    unit_axis = 1  # the rows are tokens
 
     padding_idx: int | None
     scale_grad_by_freq: bool
@@ -23,6 +24,9 @@ class SparseTable(SparseLayer):
             return f"max_norm={twin.max_norm} changes its rows in place when they are looked up, noise and all"
         if twin.sparse:
             return "sparse=True makes sparse gradients, but the KL has one for every row; set sparse=False"
+        padding, weight = twin.padding_idx, cast(Tensor, twin.weight)
+        if padding is not None and not weight.is_meta and bool(weight[cast(int, padding)].any()):
+            return "its vector for padding is not zero, and the KL would move it; set that row to zero, or exclude it"
         return ""
 
     def arguments(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class SparseLayer(NoisyModule):
     options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # parameters that carry noise ...
     others: ClassVar[tuple[str, ...]] = ("bias",)  # ... and those that do not
+    unit_axis: ClassVar[int] = 0  # of the weights; the inputs are at the other of the first two
 
     weight: Tensor
     bias: Tensor | None
@@ -68,7 +69,8 @@ class SparseLayer(NoisyModule):
         """The twin's output: sampled in training mode, with pruned weights in eval mode."""
 
     def posteriors(self) -> Sequence[Posterior]:
-        return [Posterior(self, name, contractible=self.can_contract()) for name in self.weights]
+        contractible = self.can_contract()
+        return [Posterior(self, name, contractible=contractible, unit_axis=self.unit_axis) for name in self.weights]
 
     def can_contract(self) -> bool:
         """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""

@@ -10,6 +10,7 @@ from sparsevd.errors import ArgumentError
 from sparsevd.layers.layer import SparseLayer
 from sparsevd.layers.linear_map import LinearMap
 from sparsevd.layers.sampling import NoisyWeight, sample, sample_part, worth_bfloat16
+from sparsevd.layers.selection import select, spread
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,30 @@ class ProductLayer(SparseLayer):
 
     def output(self, input: Tensor, linear_map: LinearMap) -> Tensor:
         """γ + √δ·ε in training mode, the product with the pruned weight in eval mode."""
-        if not self.training:
-            return linear_map.product(input, self.pruned_weight(), self.bias)
-        noisy = NoisyWeight(self.weight, self.bias, self.log_sigma2, self._variance_dtype(input, linear_map))
-        if self.part is None:
-            return sample(linear_map, input, noisy)
-        if input.shape[linear_map.channel] != self.part.width:  # any wider input would be read in part
+        part = self.part
+        if part is not None and input.shape[linear_map.channel] != part.width:  # any wider input would be read in part
             raise ArgumentError(
-                f"the layer takes {self.part.width} inputs, and its input of shape {tuple(input.shape)} has "
+                f"the layer takes {part.width} inputs, and its input of shape {tuple(input.shape)} has "
                 f"{input.shape[linear_map.channel]}"
             )
-        return sample_part(linear_map, input, noisy, self.part.inputs, self.part.units, self.part.size)
+        if self.training:
+            noisy = NoisyWeight(self.weight, self.bias, self.log_sigma2, self._variance_dtype(input, linear_map))
+            if part is None:
+                return sample(linear_map, input, noisy)
+            return sample_part(linear_map, input, noisy, part.inputs, part.units, part.size)
+        if part is None:
+            return linear_map.product(input, self.pruned_weight(), self.bias)
+        chosen = select(input, linear_map.channel, part.inputs)
+        output = linear_map.product(chosen, self.pruned_weight(), None)
+        return spread(output, linear_map.channel, part.units, part.size, self.bias)
+
+    def plain(self, threshold: float | None = None) -> nn.Module:
+        if self.part is not None:
+            raise ArgumentError(
+                "while an epoch trains, layers hold only the inputs and units that have weights left; prune, save or "
+                "copy the network after an epoch (Callback.on_epoch), or train with contract=False"
+            )
+        return super().plain(threshold)
 
     def _variance_dtype(self, input: Tensor, linear_map: LinearMap) -> torch.dtype:
         if self.variance_dtype is not None:

@@ -67,12 +67,14 @@ class Posterior:
         layer: the module that holds the parameters.
         weight: the name of θ there.
         contractible: θ is [unit, input, ...], and the layer can compute without some of its units and inputs.
+        unit_axis: which of the first two axes counts units; the other one counts inputs.
 
     `name` is that of θ in the whole model, once `posteriors` has found it there.
     """
 
-    def __init__(self, layer: NoisyModule, weight: str = "weight", *, contractible: bool = False):
-        self.layer, self.weight, self.noise, self.contractible = layer, weight, noise_name(weight), contractible
+    def __init__(self, layer: NoisyModule, weight: str = "weight", *, contractible: bool = False, unit_axis: int = 0):
+        self.layer, self.weight, self.noise = layer, weight, noise_name(weight)
+        self.contractible, self.unit_axis = contractible, unit_axis
         self.name = weight
 
     @property
@@ -130,10 +132,10 @@ class Posterior:
 
     @torch.no_grad()
     def inputs_and_units(self) -> list[int]:
-        """How many columns and how many rows have a weight that is kept; of one group for a grouped layer."""
+        """How many inputs and how many units have a weight that is kept; of one group for a grouped layer."""
         kept = self.kept()
         kept = kept.flatten(2).any(2) if kept.ndim > 2 else kept
-        return [int(kept.any(0).sum()), int(kept.any(1).sum())]
+        return [int(kept.any(axis).sum()) for axis in (self.unit_axis, 1 - self.unit_axis)]
 
 
 def named_posteriors(model: nn.Module) -> dict[str, Posterior]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from sparsevd.errors import ArgumentError
-from sparsevd.training.inputs import TARGETS, as_inputs, as_tensor, changed, tensors
+from sparsevd.training.inputs import TARGETS, as_inputs, as_target, changed, tensors
 
 # A pair (x, y), where x may be several tensors; or what makes such pairs, or dicts with the target among the rest.
 Data = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
@@ -63,7 +63,7 @@ def checked(data: object, name: str) -> Data:
         raise ArgumentError(f"{name} is a {type(data).__name__}; give {_FORMS}")
     if len(data) != 2:
         raise ArgumentError(f"{name} has {len(data)} parts; give {_FORMS}")
-    x, y = as_inputs(data[0], f"the x of {name}"), as_tensor(data[1], f"the y of {name}")
+    x, y = as_inputs(data[0], f"the x of {name}"), as_target(data[1], f"the y of {name}")
     sizes = {len(part) if part.ndim else 0 for part in (*tensors(x), y)}
     if len(sizes) != 1 or 0 in sizes:
         counts = " and ".join(str(len(part) if part.ndim else 0) for part in tensors(x))
@@ -136,8 +136,29 @@ def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
     if isinstance(data, IterableDataset):
         shuffle = False  # a stream has its own order
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size, shuffle=shuffle)
+    if loader is not data and not isinstance(data, IterableDataset) and size(data, "data") % batch_size == 1:
+        loader = DataLoader(loader.dataset, batch_sampler=_NoBatchOfOne(loader.batch_sampler))
     for batch in loader:
         yield _pair(batch)
+
+
+class _NoBatchOfOne:
+    """The same batches, but that a last one of one example joins the one before: batch norm cannot train on it."""
+
+    def __init__(self, batches: Any):
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        waiting: list[int] = []
+        for batch in self._batches:
+            if waiting and len(batch) == 1:
+                waiting = waiting + batch
+                continue
+            if waiting:
+                yield waiting
+            waiting = batch
+        if waiting:
+            yield waiting
 
 
 def _slices(data: tuple[Any, Tensor], batch_size: int, shuffle: bool) -> Iterator[Batch]:
@@ -169,4 +190,6 @@ def _pair(batch: object) -> Batch:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ArgumentError(f"a batch must be a pair (x, y) or a dict; the data gave a {type(batch).__name__}")
     x, y = batch
+    if not isinstance(y, Tensor):
+        raise ArgumentError(f"the target of a batch is a {type(y).__name__}; a batch must be a pair (x, y) of tensors")
     return tuple(x) if isinstance(x, list) else dict(x) if isinstance(x, Mapping) else x, y

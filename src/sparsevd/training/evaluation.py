@@ -1,6 +1,8 @@
 """How good a network is: loss, error and a metric of one's own on data, and the variational bound."""
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import noisy_modules
-from sparsevd.training.data import Data, batches, checked, size
+from sparsevd.training.data import Batch, Data, batches, checked, size
 from sparsevd.training.inputs import Forward, call, changed
 from sparsevd.training.objective import kl
 
@@ -54,7 +56,7 @@ def evaluate(
         metric: any other number to average over the examples, of the output and the target of a batch.
     """
     with in_eval_mode(model):
-        return _average(model, data, loss, forward, metric)
+        return _average(model, _passed(data), loss, forward, metric)
 
 
 def elbo(
@@ -69,34 +71,52 @@ def elbo(
 
     Only the Sparse VD layers are put in training mode, so that batch normalisation keeps its statistics.
     """
-    n = n_train if n_train is not None else size(checked(train, "train"), "train")
-    with torch.no_grad():
-        return -(n * noisy_loss(model, noisy_modules(model).values(), train, loss, forward) + kl(model).item())
+    if n_train is not None and (isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1):
+        raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
+    n = size(checked(train, "train"), "train") if n_train is None else n_train
+    return bound_on(model, _passed(train), loss, n, forward)
+
+
+@torch.no_grad()
+def bound_on(model: nn.Module, data: Iterable[Batch], loss: Loss, n: int, forward: Forward = call) -> float:
+    """The bound of N examples, estimated from these batches."""
+    with _only_noisy(model, noisy_modules(model).values()):
+        return -(n * _average(model, data, loss, forward).loss + kl(model).item())
 
 
 def noisy_loss(model: nn.Module, noisy: Iterable[nn.Module], data: Data, loss: Loss, forward: Forward = call) -> float:
     """The mean loss with these modules in training mode and all others in eval mode."""
+    with _only_noisy(model, noisy):
+        return _average(model, _passed(data), loss, forward).loss
+
+
+@contextmanager
+def _only_noisy(model: nn.Module, noisy: Iterable[nn.Module]) -> Iterator[None]:
     with in_eval_mode(model):
         for module in noisy:
             module.train()
-        return _average(model, data, loss, forward).loss
+        yield
+
+
+def _passed(data: Data) -> Iterator[Batch]:
+    return batches(checked(data, "data"), EVALUATION_BATCH, shuffle=False)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the first parameter is."""
-    for parameter in model.parameters():
-        return parameter.device
+    """Where the first parameter is, or the first buffer of a network that has no parameters."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        return tensor.device
     raise ArgumentError(f"{type(model).__name__} has no parameters")
 
 
 @torch.no_grad()
 def _average(
-    model: nn.Module, data: Data, loss: Loss, forward: Forward = call, metric: Metric | None = None
+    model: nn.Module, data: Iterable[Batch], loss: Loss, forward: Forward = call, metric: Metric | None = None
 ) -> Evaluation:
     device = device_of(model)
     total, measured, errors, count = 0.0, 0.0, 0, 0
     classification = True
-    for x, y in batches(checked(data, "data"), EVALUATION_BATCH, shuffle=False):
+    for x, y in data:
         x, y = changed(x, lambda tensor: tensor.to(device)), y.to(device)
         output = forward(model, x)
         total += loss(output, y).item() * len(y)

@@ -1,6 +1,6 @@
 """What a network takes at once: a tensor, several as a tuple, or named ones as a dict."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,16 +40,6 @@ def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(change(value) if isinstance(value, Tensor) else value for value in inputs)
 
 
-def joined(parts: Sequence[Any]) -> Inputs:
-    """Batches one after the other as one."""
-    first = parts[0]
-    if isinstance(first, dict):
-        return {name: joined([part[name] for part in parts]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(joined(values) for values in zip(*parts, strict=True))
-    return torch.cat(list(parts)) if isinstance(first, Tensor) else first
-
-
 def tensors(inputs: Inputs) -> list[Tensor]:
     """The tensors among them."""
     values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else [inputs]
@@ -63,6 +53,13 @@ def as_inputs(value: object, name: str) -> Inputs:
     if isinstance(value, tuple | list):
         return tuple(as_tensor(part, f"{name}[{i}]") for i, part in enumerate(value))
     return as_tensor(value, name)
+
+
+def as_target(value: object, name: str) -> Tensor:
+    """The same for targets; classes are int64, which is what torch's losses take."""
+    target = as_tensor(value, name)
+    integers = (torch.int8, torch.int16, torch.int32, torch.uint8)
+    return target.long() if target.dtype in integers else target
 
 
 def as_tensor(value: object, name: str) -> Tensor:

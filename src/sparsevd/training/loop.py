@@ -23,10 +23,11 @@ from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
 from sparsevd.training import generator, threads
 from sparsevd.training.data import Batch, Data, batches, checked, examples_per_epoch, number_of_examples
-from sparsevd.training.evaluation import Loss, Metric, device_of, elbo, evaluate, wrong
+from sparsevd.training.evaluation import Loss, Metric, bound_on, device_of, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics
-from sparsevd.training.inputs import Forward, Inputs, call, changed, joined
+from sparsevd.training.inputs import Forward, call, changed
+from sparsevd.training.likelihood import check_loss, check_targets
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback, Moment, display
 from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
@@ -122,11 +123,14 @@ class Task:
         self.val = checked(self.val, "val") if self.val is not None else None
         if self.metric is not None and self.val is None:
             raise ArgumentError("metric is measured on val, and there is no val; give some")
+        check_loss(self.loss)
         self.n = number_of_examples(self.train, self.n_train)
         self.per_epoch = examples_per_epoch(self.train, self.n)
         self.device = device_of(self.model)
         last = self.config.channels_last and self.device.type == "cpu"
         self.memory_format = torch.channels_last if last else torch.contiguous_format
+        # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
+        self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
 
     def placed(self, batch: Batch) -> Batch:
         """A batch where the model is, and as its convolutions like it."""
@@ -143,8 +147,9 @@ class Loop:
 
     def __init__(self, task: Task, run_dir: str | Path | None, callbacks: Iterable[Callback]):
         self.task, self.model, self.config = task, task.model, task.config
+        if not isinstance(callbacks, Iterable) or not all(isinstance(each, Callback) for each in callbacks):
+            raise ArgumentError("callbacks must be a list of sparsevd.training.progress.Callback")
         self._callbacks = list(callbacks)
-        _set_memory_format(self.model, task.memory_format)
         config = self.config
         self.optimizer = BoundAdam(
             self.model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay
@@ -159,6 +164,7 @@ class Loop:
         with (
             self.folder.locked(),
             display(show) as shown,
+            _memory_format(self.model, self.task.memory_format),
             generator.reserved(self.task.device),
             _interruptible() as self._interrupt,
         ):
@@ -171,7 +177,6 @@ class Loop:
                 if self._interrupt.is_set():
                     self._stop(begun)
                 self._finish_epoch(first, begun)
-        _set_memory_format(self.model, torch.contiguous_format)
         self.model.eval()
         return list(self.state.history)
 
@@ -192,6 +197,8 @@ class Loop:
         """The steps of an epoch that are left; gives its first batches."""
         generator.seed_epoch(self.config.seed, self.state.epoch)
         self.model.train()
+        for module in self.task.in_eval_mode:
+            module.training = False
         first: list[Batch] = []
         remaining = _keeping(first, batches(self.task.train, self.config.batch_size, shuffle=True))
         if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
@@ -209,6 +216,8 @@ class Loop:
 
     def _step(self, batch: Batch, parameters: list[nn.Parameter]) -> None:
         x, y = self.task.placed(batch)
+        if self.state.batch == 0:
+            check_targets(self.task.loss, y)
         phase = self.schedule.at(self.progress)
         self.optimizer.set_learning_rate(self.config.rate(self.progress), phase.noise_ratio)
         self.optimizer.kl_weight = phase.kl_weight
@@ -299,9 +308,7 @@ class Loop:
     def _bound_on(self, data: list[Batch]) -> float:
         """The bound from a few batches, with the same noise each time."""
         torch.manual_seed(self.config.seed)
-        inputs: list[Inputs] = [x for x, _ in data]
-        targets = torch.cat([y for _, y in data])
-        return elbo(self.model, (joined(inputs), targets), self.task.loss, self.task.n, forward=self.task.forward)
+        return bound_on(self.model, data, self.task.loss, self.task.n, self.task.forward)
 
     def _moment(self) -> Moment:
         state, config = self.state, self.config
@@ -356,6 +363,16 @@ def _choose_variance(posteriors: list[Posterior], dtype: str | None, bfloat16: b
             posterior.layer.variance_dtype = VARIANCE_DTYPES[dtype]
         # Over five seeds bfloat16 changes neither sparsity nor error: experiments/results/lenet_300_100.json.
         posterior.layer.bfloat16_where_faster = bfloat16 and posterior.log_sigma2.dtype is torch.float32
+
+
+@contextmanager
+def _memory_format(model: nn.Module, memory_format: torch.memory_format) -> Iterator[None]:
+    """While training lasts, and whatever ends it."""
+    _set_memory_format(model, memory_format)
+    try:
+        yield
+    finally:
+        _set_memory_format(model, torch.contiguous_format)
 
 
 def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> None:

@@ -29,7 +29,8 @@ class Callback:
     """
 
     def on_step(self, moment: Moment) -> None:
-        """A step is over."""
+        """A step is over. The network may be evaluated here; its layers may hold a part of their weights only, so what
+        prunes, counts, saves or copies them belongs into `on_epoch`, or asks for `contract=False`."""
 
     def on_epoch(self, moment: Moment) -> None:
         """An epoch is over, and its checkpoint is written; `moment.metrics` are its numbers."""

@@ -65,15 +65,18 @@ class FitConfig:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
         for name in ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            if isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
         if not (isinstance(self.weight_decay, int | float) and 0 <= self.weight_decay < math.inf):
             raise ArgumentError(f"weight_decay={self.weight_decay!r} must be zero or a positive number")
         for name in ("drop_from", "late_from"):
-            if not 0 <= getattr(self, name) <= 1:
+            if not (isinstance(getattr(self, name), int | float) and 0 <= getattr(self, name) <= 1):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be a part of the run, from 0 to 1")
         if self.variance_dtype not in (None, *VARIANCE_DTYPES):
             raise ArgumentError(f"variance_dtype={self.variance_dtype!r} must be None, {' or '.join(VARIANCE_DTYPES)}")
+        for name in ("contract", "channels_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
         if not 0 < self.adam_beta2 < 1:

@@ -101,7 +101,8 @@ class Schedule:
         """
         whole_only = progress < self.config.drop_from
         patience = self.config.drop_patience if whole_only else 1
-        return sum(self._drop(each, patience, whole_only) for each in self.posteriors if each.log_sigma2.requires_grad)
+        trained = [each for each in self.posteriors if each.theta.requires_grad and each.log_sigma2.requires_grad]
+        return sum(self._drop(each, patience, whole_only) for each in trained)
 
     @torch.no_grad()
     def _drop(self, posterior: Posterior, patience: int, whole_only: bool) -> int:
