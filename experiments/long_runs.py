@@ -33,6 +33,7 @@ from work import Unit, do, measure
 
 from sparsevd import FitConfig
 from sparsevd.baselines import Method
+from sparsevd.baselines.gradual import GradualPruning
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import SoftWeightSharing
 from sparsevd.baselines.surgery import Surgery
@@ -118,8 +119,13 @@ RIVALS = [
     for method in methods
 ]
 
+GRADUAL = [
+    Unit(f"curve-gradual-{ratio}x-seed{seed}", "B", "trade_off", Rival(GradualPruning(sparsity=1 - 1 / ratio), seed))
+    for seed in range(3)
+    for ratio in (20, 40, 64, 87, 103, 150, 200)
+]
+
 PRETRAINED_START = "a start of Sparse VD that keeps what a dense network has learned (not in the package yet)"
-NO_GRADUAL = "gradual magnitude pruning (not in sparsevd.baselines yet)"
 NO_LEVER = "code that does not exist yet: "
 
 
@@ -149,7 +155,7 @@ UNITS = [
     dense("dense-0.5-cifar100", "vgg-like-0.5", 24, data="cifar100"),
     waiting("sparse-0.5-cifar10", "vgg_like", PRETRAINED_START),
     *[waiting(f"lenet-300-100-{name}", "trials", NO_LEVER + what) for name, what in LEVERS.items()],
-    *[waiting(f"curve-gradual-{ratio}x", "trade_off", NO_GRADUAL) for ratio in (20, 40, 64, 87, 103, 150, 200)],
+    *GRADUAL,
     waiting("sparse-1-cifar10", "vgg_like", PRETRAINED_START),
     waiting("sparse-0.5-cifar100", "vgg_like", PRETRAINED_START),
 ]

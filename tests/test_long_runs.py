@@ -264,11 +264,11 @@ def test_work_is_done_or_measured_on_a_part_of_the_images(tmp_path, one_thread):
     assert json.loads((tmp_path / "cost.json").read_text())["seconds_an_epoch"] >= 0
 
 
-def test_declared_units_are_in_order_and_those_of_stage_b_say_what_they_wait_for(tmp_path):
+def test_declared_units_are_in_order_and_those_without_work_say_what_they_wait_for(tmp_path):
     queue = Queue(long_runs.UNITS, tmp_path, long_runs.command)  # refuses what cannot be
     assert [unit.stage for unit in queue.units] == sorted(unit.stage for unit in queue.units)
-    assert all(unit.waits_for for unit in queue.units if unit.stage == "B")
-    assert "waits for gradual magnitude pruning (not in sparsevd.baselines yet)" in long_runs.listing(queue)
+    assert all(unit.waits_for for unit in queue.units if unit.work is None)
+    assert "waits for a start of Sparse VD that keeps what a dense network has learned" in long_runs.listing(queue)
 
 
 def test_trials_never_see_the_test_set(monkeypatch):
