@@ -78,6 +78,20 @@ def _nonzeros(dense: Floats, groups: int) -> tuple[Any, ...]:
     return filters, inputs_of_all, y, x, dense[filters, inputs, y, x]
 
 
+def _layer(planes: Planes, **fields: Any) -> LayerStruct:
+    """The struct of a layer whose images lie in these planes."""
+    return LayerStruct(
+        out_height=planes.out_height,
+        out_width=planes.out_width,
+        stride_x=planes.stride_x,
+        pitch=planes.pitch,
+        plane=planes.size,
+        out_pitch=planes.out_width,
+        out_plane=planes.out_height * planes.out_width,
+        **fields,
+    )
+
+
 class SparseProduct:
     """One layer for images of one size, `batch` at a call, `images` of them beside each other.
 
@@ -133,29 +147,14 @@ class SparseProduct:
             **in_order(self.outputs, filters, offsets, values),
             "bias": np.zeros(self.outputs, np.float32) if bias is None else door.plain(bias.detach()).numpy().copy(),
         }
-        self._layer = LayerStruct(
-            channels=channels,
-            height=size[0],
-            width=size[1],
-            outputs=self.outputs,
-            out_height=planes.out_height,
-            out_width=planes.out_width,
-            images=images,
-            used=int(read.sum()),
-            stride_x=planes.stride_x,
-            pitch=planes.pitch,
-            plane=planes.size,
-            zero_runs=len(zero_runs),
-            direct=direct,
-            out_pitch=planes.out_width,
-            out_plane=planes.out_height * planes.out_width,
-            low=low,
-            high=high,
+        self._layer = _layer(
+            planes,
+            **{"channels": channels, "height": size[0], "width": size[1], "outputs": self.outputs, "images": images},
+            **{"used": int(read.sum()), "zero_runs": len(zero_runs), "direct": direct, "low": low, "high": high},
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
         self._address = ctypes.addressof(self._layer)
-        self._scratch = built.sparsevd_sparse_scratch(self._address)
-        self._run = built.sparsevd_sparse_run
+        self._scratch, self._run = built.sparsevd_sparse_scratch(self._address), built.sparsevd_sparse_run
         self._inputs = batch * channels * size[0] * size[1]
         self._outputs = batch * self.outputs * planes.out_height * planes.out_width
         self.small = len(values) * planes.out_height * planes.out_width * batch < ENOUGH

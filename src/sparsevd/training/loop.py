@@ -5,12 +5,9 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 """
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -22,16 +19,18 @@ from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
 from sparsevd.training import generator, threads
-from sparsevd.training.data import Batch, Data, batches, checked, examples_per_epoch, number_of_examples
-from sparsevd.training.evaluation import Loss, Metric, bound_on, device_of, evaluate, wrong
+from sparsevd.training.data import Batch, Data, batches
+from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics
-from sparsevd.training.inputs import Forward, call, changed
-from sparsevd.training.likelihood import check_loss, check_targets
+from sparsevd.training.inputs import Forward, call
+from sparsevd.training.interruption import interruptible
+from sparsevd.training.likelihood import check_targets
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback, Moment, display
 from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
 from sparsevd.training.schedule import Schedule
+from sparsevd.training.task import Task
 
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
@@ -105,43 +104,6 @@ def fit_dense(
     return Loop(task, run_dir, callbacks).run(resume, progress)
 
 
-@dataclass
-class Task:
-    """What to train on what; checked before anything begins."""
-
-    model: nn.Module
-    train: Data
-    val: Data | None
-    config: FitConfig
-    loss: Loss
-    forward: Forward
-    metric: Metric | None
-    n_train: int | None
-
-    def __post_init__(self) -> None:
-        self.train = checked(self.train, "train")
-        self.val = checked(self.val, "val") if self.val is not None else None
-        if self.metric is not None and self.val is None:
-            raise ArgumentError("metric is measured on val, and there is no val; give some")
-        check_loss(self.loss)
-        self.n = number_of_examples(self.train, self.n_train)
-        self.per_epoch = examples_per_epoch(self.train, self.n)
-        self.device = device_of(self.model)
-        last = self.config.channels_last and self.device.type == "cpu"
-        self.memory_format = torch.channels_last if last else torch.contiguous_format
-        # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
-        self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
-
-    def placed(self, batch: Batch) -> Batch:
-        """A batch where the model is, and as its convolutions like it."""
-        x, y = batch
-        return changed(x, self._placed), y.to(self.device)
-
-    def _placed(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device)
-        return tensor.to(memory_format=self.memory_format) if tensor.ndim == 4 else tensor
-
-
 class Loop:
     """One training: the network, its optimizer and schedule, and how far they are."""
 
@@ -164,9 +126,9 @@ class Loop:
         with (
             self.folder.locked(),
             display(show) as shown,
-            _memory_format(self.model, self.task.memory_format),
+            self.task.in_memory_format(),
             generator.reserved(self.task.device),
-            _interruptible() as self._interrupt,
+            interruptible() as self._interrupt,
         ):
             self._callbacks.insert(0, shown)
             rng = self._begin(resume)
@@ -365,50 +327,9 @@ def _choose_variance(posteriors: list[Posterior], dtype: str | None, bfloat16: b
         posterior.layer.bfloat16_where_faster = bfloat16 and posterior.log_sigma2.dtype is torch.float32
 
 
-@contextmanager
-def _memory_format(model: nn.Module, memory_format: torch.memory_format) -> Iterator[None]:
-    """While training lasts, and whatever ends it."""
-    _set_memory_format(model, memory_format)
-    try:
-        yield
-    finally:
-        _set_memory_format(model, torch.contiguous_format)
-
-
-def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> None:
-    """Of everything with four dimensions: images and the filters for them.
-
-    `to`, not `contiguous`: with one channel a tensor is both already, and only its strides tell torch which is meant.
-    """
-    for parameter in model.parameters():
-        if parameter.ndim == 4:
-            parameter.grad = None
-            parameter.data = parameter.data.to(memory_format=memory_format)
-
-
 def _keeping(first: list[Batch], data: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches; those that the bound will be measured on are kept as they pass."""
     for batch in data:
         if len(first) < BATCHES_FOR_BOUND:
             first.append(batch)
         yield batch
-
-
-@contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into a flag that is looked at between steps; a second one interrupts at once."""
-    requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested  # only the main thread may handle signals
-        return
-
-    def handle(number: int, frame: object) -> None:
-        if requested.is_set():
-            raise KeyboardInterrupt
-        requested.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield requested
-    finally:
-        signal.signal(signal.SIGINT, before)

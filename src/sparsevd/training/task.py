@@ -1,0 +1,72 @@
+"""What a training is about: the network, the data and what to make of them, checked before anything begins."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError
+from sparsevd.training.data import Batch, Data, checked, examples_per_epoch, number_of_examples
+from sparsevd.training.evaluation import Loss, Metric, device_of
+from sparsevd.training.inputs import Forward, changed
+from sparsevd.training.likelihood import check_loss
+from sparsevd.training.recipes import FitConfig
+
+
+@dataclass
+class Task:
+    """What to train on what; checked before anything begins."""
+
+    model: nn.Module
+    train: Data
+    val: Data | None
+    config: FitConfig
+    loss: Loss
+    forward: Forward
+    metric: Metric | None
+    n_train: int | None
+
+    def __post_init__(self) -> None:
+        self.train = checked(self.train, "train")
+        self.val = checked(self.val, "val") if self.val is not None else None
+        if self.metric is not None and self.val is None:
+            raise ArgumentError("metric is measured on val, and there is no val; give some")
+        check_loss(self.loss)
+        self.n = number_of_examples(self.train, self.n_train)
+        self.per_epoch = examples_per_epoch(self.train, self.n)
+        self.device = device_of(self.model)
+        last = self.config.channels_last and self.device.type == "cpu"
+        self.memory_format = torch.channels_last if last else torch.contiguous_format
+        # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
+        self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
+
+    def placed(self, batch: Batch) -> Batch:
+        """A batch where the model is, and as its convolutions like it."""
+        x, y = batch
+        return changed(x, self._placed), y.to(self.device)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        return tensor.to(memory_format=self.memory_format) if tensor.ndim == 4 else tensor
+
+    @contextmanager
+    def in_memory_format(self) -> Iterator[None]:
+        """The model's filters in the order of the images, while training lasts and whatever ends it."""
+        _set_memory_format(self.model, self.memory_format)
+        try:
+            yield
+        finally:
+            _set_memory_format(self.model, torch.contiguous_format)
+
+
+def _set_memory_format(model: nn.Module, memory_format: torch.memory_format) -> None:
+    """Of everything with four dimensions: images and the filters for them.
+
+    `to`, not `contiguous`: with one channel a tensor is both already, and only its strides tell torch which is meant.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.grad = None
+            parameter.data = parameter.data.to(memory_format=memory_format)
