@@ -232,6 +232,16 @@ def test_the_zeros_of_torchs_own_pruning_cost_nothing():
     assert torch.equal(modelfile.unpack(data)["weight"], layer.weight)
 
 
+def test_torchs_own_pruning_must_be_over(tmp_path):
+    """Until then the state_dict holds every weight, and a mask."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), torch_prune.l1_unstructured(nn.Linear(4, 2), "weight", 0.5))
+    with pytest.raises(ArgumentError, match=r'^2 holds .*prune\.remove\(model\.get_submodule\("2"\), "weight"\)'):
+        sparsevd.save(model, tmp_path / "a.spvd")
+    assert not (tmp_path / "a.spvd").exists()
+    torch_prune.remove(model[2], "weight")
+    sparsevd.save(model, tmp_path / "a.spvd")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("precision", [2, 5, 16])
 def test_bits_bound_the_error(dtype, precision):

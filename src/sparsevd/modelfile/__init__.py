@@ -14,9 +14,10 @@ from typing import overload
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from sparsevd.conversion import prune
-from sparsevd.errors import FormatError, SparseVDWarning
+from sparsevd.errors import ArgumentError, FormatError, SparseVDWarning
 from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture, to_module
 from sparsevd.graph.cost import footprint
@@ -84,6 +85,7 @@ def pack(
 ) -> tuple[bytes, Packed]:
     """The bytes of the file that `save` writes, and what its parts cost. `graph` saves capturing it from `example`."""
     precision = checked(precision)
+    _refuse_masks(model)
     steps = posterior_steps(model, precision) if isinstance(precision, PosteriorSteps) else {}
     noisy = named_posteriors(model)
     if is_noisy(model):
@@ -195,11 +197,25 @@ def _taken_from(entries: list[Entry]) -> dict[str, Tensor]:
     return {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
 
 
+def _refuse_masks(model: nn.Module) -> None:
+    """Torch's own pruning keeps every weight, and a mask beside it, until it is told that it is over."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                key, where = hook._tensor_name, f'model.get_submodule("{name}")' if name else "model"
+                raise ArgumentError(
+                    f"{name or 'the model'} holds its {key} from before torch's pruning, and a mask; call "
+                    f'torch.nn.utils.prune.remove({where}, "{key}") first, which leaves the pruned {key}'
+                )
+
+
 def _warn_of_lost(entries: list[Entry], weights: Mapping[str, Tensor], precision: PosteriorSteps) -> None:
     """Say so if rounding makes zeros of many of the kept weights, all layers together."""
-    rounded = [entry for entry in entries if entry.name in weights and isinstance(entry.values, np.ndarray)]
-    kept = sum(int(weights[entry.name].count_nonzero()) for entry in rounded)
-    left = sum(int(np.count_nonzero(entry.values)) for entry in rounded)
+    kept = left = 0
+    for entry in entries:
+        if entry.name in weights and isinstance(entry.values, np.ndarray):  # of shared ones the first
+            kept += int(weights[entry.name].count_nonzero())
+            left += int(np.count_nonzero(entry.values))
     if kept - left > MOST_LOST * kept:
         warnings.warn(
             f"of {kept:,} kept weights {left:,} are left: rounded to multiples of {precision.steps:g} σ, the others "
