@@ -115,6 +115,18 @@ def test_a_factory_of_ones_own_is_remembered_and_named(folder):
 def test_inputs_may_be_whole_numbers(folder):
     own = own_run(folder[0], example=[{"shape": [6], "dtype": "int64"}])
     assert Run(own).network().example.dtype is torch.int64
+    restored = Run(own, input_shape=(9,)).network()
+    assert restored.example.dtype is torch.int64
+    assert restored.example.shape == (1, 9)
+    (own / "run.json").write_text(json.dumps({"asked": {"model": "restored_nets:network"}, "example": [{"dtype": []}]}))
+    assert Run(own, input_shape=(9,)).network().example.dtype is torch.float32
+
+
+def test_inputs_may_be_several(folder):
+    own = own_run(folder[0], example=[{"shape": [6], "dtype": "float32"}, {"shape": [], "dtype": "int64"}])
+    first, second = Run(own).network().example
+    assert (first.shape, first.dtype) == ((1, 6), torch.float32)
+    assert (second.shape, second.dtype) == ((1,), torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,12 @@ def test_inputs_may_be_whole_numbers(folder):
     [
         3,
         [3],
+        [],
+        {},
+        {"x": 3},
         [{}],
+        [{"shape": [6], "dtype": "float32"}, {}],
+        [{"shape": [1 << 27], "dtype": "float32"}] * 3,
         [{"shape": [6], "dtype": "object"}],
         [{"shape": [6], "dtype": []}],
         [{"shape": "6", "dtype": "float32"}],

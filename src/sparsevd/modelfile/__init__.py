@@ -161,12 +161,17 @@ def rebuild(data: bytes, name: str | Path = "the file", max_bytes: int | None = 
     return to_module(unpack_graph(data, name, max_bytes))
 
 
-def unpack_graph(data: bytes, name: str | Path = "the file", max_bytes: int | None = None) -> Graph:
-    """The graph in the bytes of a file that carries it."""
+def unpack_graph(
+    data: bytes,
+    name: str | Path = "the file",
+    max_bytes: int | None = None,
+    otherwise: str = "give load(path, into=model)",
+) -> Graph:
+    """The graph in the bytes of a file that carries it; `otherwise` says what to do about one that does not."""
 
     def accept(packed: Packed) -> None:
         if not packed.graph:
-            raise FormatError("it was saved without an example and holds no graph; give load(path, into=model)")
+            raise FormatError(f"it was saved without an example and holds no graph; {otherwise}")
 
     try:
         packed = decode(data, accept, max_bytes)
