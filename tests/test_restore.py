@@ -200,6 +200,26 @@ def test_the_number_of_classes_is_remembered(tmp_path):
     assert restored.network(restored.example).shape == (1, 7)
 
 
+def test_all_files_of_a_run_say_the_same_of_its_network(tmp_path):
+    """The statistics of batch norm are no parameters, also where no checkpoint says so."""
+    model = sparsevd.sparsify(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 3)))
+    pruned = sparsevd.prune(model)
+    buffers = [name for name, _ in model.named_buffers()]
+    state = dict(model.state_dict())
+    Checkpoint(state, posteriors=described(model), buffers=buffers).save(tmp_path / "checkpoint.safetensors")
+    save_file(dict(pruned.state_dict()), tmp_path / "pruned.safetensors")
+    sparsevd.save(pruned, tmp_path / "a.spvd")
+    headlines = [
+        Run(tmp_path / n).summary().headline() for n in ("checkpoint.safetensors", "pruned.safetensors", "a.spvd")
+    ]
+    assert headlines == [sparsevd.summary(model).headline()] * 3
+    assert "every parameter of the network (27 others" in headlines[0]
+
+    pruned.register_buffer("table", torch.zeros(5))  # which no file without a list of buffers can tell from the rest
+    sparsevd.save(pruned, tmp_path / "a.spvd")
+    assert "every parameter and buffer of the network (32 others" in Run(tmp_path / "a.spvd").summary().headline()
+
+
 def test_mistakes(folder):
     run, _ = folder
     with pytest.raises(ArgumentError, match="does not fit the network lenet-5-caffe"):
