@@ -365,6 +365,7 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--data", "mine:data", "--model", "mine:of_width"], "is missing a required argument: 'width'"),
         (["train", "--data", "mine:of_width"], "mine:of_width is called without arguments"),
         (["compare", "--data", "mine:data", "--net", "mine:of_width"], "give a function that fills it in"),
+        (["compare", "--data", "mine:two_inputs", "--net", "mine:TwoInputs"], "rivals take one tensor and return one"),
         (["train", "--data", "mine:not_a_model", "--model", "mine:network"], "must return (train, test)"),
         (["train", "--epochs", "0"], "--epochs 0 must be a positive integer"),
         (["train", "--epochs", "many"], "Invalid value for '--epochs'"),

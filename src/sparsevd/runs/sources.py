@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.modes import in_eval_mode
 from sparsevd.training.data import Augmented, Data, batches, checked, size
-from sparsevd.training.inputs import Inputs, call, changed
+from sparsevd.training.inputs import Forward, Inputs, call, changed
 from sparsevd.zoo import datasets, models
 
 USUAL_CLASSES = 10  # where neither labels nor a data set say
@@ -109,14 +109,14 @@ def _part(data: Data, where: Tensor) -> Data:
     return changed(x, lambda tensor: tensor[where]), y[where]
 
 
-def try_one_batch(model: nn.Module, train: Data, described: str) -> Inputs:
+def try_one_batch(model: nn.Module, train: Data, described: str, forward: Forward = call) -> Inputs:
     """The first inputs. A model that does not fit its data fails here, in a sentence, and not while it trains."""
     try:
         x, y = next(batches(train, 2, shuffle=False), (None, None))
         if x is None or y is None:
             raise ValueError("it gives no batch")
         with torch.no_grad(), in_eval_mode(model):
-            F.cross_entropy(call(model, x), y)
+            F.cross_entropy(forward(model, x), y)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise ArgumentError(f"{described}: {error}") from error
     return cast(Inputs, x)
