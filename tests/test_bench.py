@@ -39,6 +39,12 @@ def test_what_a_way_cannot_do_is_said():
         bench.bench(model, torch.zeros(1, 4), batches=(0,))
 
 
+def test_inputs_may_be_whole_numbers():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 2))
+    report = bench.bench(model, torch.ones(1, 3, dtype=torch.int64), batches=(2,), threads=(1,), compiler=False)
+    assert "torch" in [m.way for m in report.measurements]
+
+
 def test_timings_are_taken_in_turns():
     order = []
     one, two = timing.timings([lambda: order.append(1), lambda: order.append(2)], turns=3, slice_of=1e-9)

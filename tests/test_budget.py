@@ -120,6 +120,7 @@ def test_loss_and_metric(trained):
     )
 
 
+@pytest.mark.filterwarnings("ignore:of .* kept weights:sparsevd.errors.SparseVDWarning")  # with no cut at all
 def test_bytes(trained):
     """As few zeros as fit."""
 

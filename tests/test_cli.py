@@ -14,14 +14,17 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from sparsevd.cli import app
 from sparsevd.cli_options import in_options
 from sparsevd.runs.comparison import CompareConfig
 from sparsevd.runs.compression import CompressConfig
+from sparsevd.runs.sources import split
 from sparsevd.runs.training_run import RunConfig
 from sparsevd.training.checkpoint import Checkpoint
+from sparsevd.training.data import size
 from sparsevd.training.loop import FitConfig
 
 USER_CODE = """
@@ -45,6 +48,40 @@ USER_CODE = """
 
     def no_test():
         return data()[0], None
+
+    class TwoInputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(12, 8), nn.Embedding(3, 8)
+            self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+        def forward(self, numbers, words):
+            return {"logits": self.out(self.norm(torch.relu(self.left(numbers) + self.right(words).mean(1))))}
+
+    def two_inputs(named=False):
+        def parts(x):
+            numbers, words = x[:, :12], x[:, 12:].clamp(-1, 1).round().long() + 1
+            return {"numbers": numbers, "words": words} if named else (numbers, words)
+        return tuple((parts(x[:200]), y[:200]) for x, y in data())
+
+    def named_inputs():
+        return two_inputs(named=True)
+
+    class Examples(torch.utils.data.Dataset):
+        def __init__(self, x, y):
+            self.x, self.y = x, y
+
+        def __len__(self):
+            return len(self.y)
+
+        def __getitem__(self, i):
+            return self.x[i], self.y[i]
+
+    def dataset():
+        return tuple(Examples(x[:200], y[:200]) for x, y in data())
+
+    def loaders():
+        return tuple(torch.utils.data.DataLoader(part, 20) for part in dataset())
 
     constant = 3
 """
@@ -181,6 +218,55 @@ def test_a_run_of_ones_own_code_needs_no_further_arguments(trained, user_folder)
     assert "name it with --model package.module:factory" in gone.output
 
 
+def test_a_seed_holds_out_the_same_examples_of_every_form():
+    x = torch.arange(30.0)
+    whole = {"pair": (x, x), "tuple": ((x, 2 * x), x), "dict": ({"a": x}, x), "dataset": TensorDataset(x, x, x)}
+    found = {}
+    for name, data in whole.items():
+        train, held_out = split(data, 10, seed=4)
+        targets = [held_out[i][2] for i in range(10)] if name == "dataset" else held_out[1]
+        found[name] = [float(y) for y in targets]
+        assert size(train, "train") == 20
+    assert all(targets == found["pair"] for targets in found.values())
+
+
+def runs(*arguments):
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [("TwoInputs", "two_inputs"), ("TwoInputs", "named_inputs"), ("network", "dataset")],
+)
+def test_the_commands_take_what_fit_takes(user_folder, model, data):
+    """Several inputs, by position or by name; outputs with names; a Dataset, out of which examples are held."""
+    runs("train", "--model", f"mine:{model}", "--data", f"mine:{data}", "--out", "run", "--epochs", 1, "--val-size", 40)
+    begun = json.loads((user_folder / "run" / "run.json").read_text())
+    numbers, words = {"shape": [12], "dtype": "float32"}, {"shape": [8], "dtype": "int64"}
+    assert (
+        begun["example"]
+        == {
+            "two_inputs": [numbers, words],
+            "named_inputs": {"numbers": numbers, "words": words},
+            "dataset": [{"shape": [20], "dtype": "float32"}],
+        }[data]
+    )
+    runs("compress", "run", "-o", "a.spvd", "--max-error-increase", 100)
+    pruned = runs("prune", "run", "-o", "a.safetensors", "--max-error-increase", 100, "--val-size", 40)
+    assert "measured on 40 examples of the training set, held out in training" in pruned
+    for shown in (runs("info", "run"), runs("info", "a.spvd")):
+        assert ("multiply-adds: " in shown) == (data != "named_inputs")
+    if data == "two_inputs":
+        bench = CliRunner().invoke(app, ["bench", "run"])
+        assert "only networks of one input" in str(bench.exception)
+        assert "equal in onnxruntime" in runs("export", "a.spvd", "-o", "a.onnx")
+    if data == "named_inputs":
+        assert "its inputs by name ('numbers', 'words')" in runs("info", "run")
+        assert "holds no graph; give the network it is of (--model, and --input-shape)" in runs("info", "a.spvd")
+
+
 def test_a_run_that_an_earlier_version_began_goes_on(trained):
     """Its run.json says neither the classes nor what an input looks like."""
     folder, output = trained
@@ -279,6 +365,7 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--data", "mine:data", "--model", "mine:of_width"], "is missing a required argument: 'width'"),
         (["train", "--data", "mine:of_width"], "mine:of_width is called without arguments"),
         (["compare", "--data", "mine:data", "--net", "mine:of_width"], "give a function that fills it in"),
+        (["compare", "--data", "mine:two_inputs", "--net", "mine:TwoInputs"], "rivals take one tensor and return one"),
         (["train", "--data", "mine:not_a_model", "--model", "mine:network"], "must return (train, test)"),
         (["train", "--epochs", "0"], "--epochs 0 must be a positive integer"),
         (["train", "--epochs", "many"], "Invalid value for '--epochs'"),
@@ -286,12 +373,17 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--threshold", "nan", "--data", "mine:data", "--model", "mine:network"], "threshold is NaN"),
         (["train", "--data-dir", "/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["train", "--resume", "--overwrite"], "exclude each other"),
-        ([*TRAIN, "--val-size", "5000"], "leave nothing to train on"),
+        ([*TRAIN, "--val-size", "5000"], "--val-size 5000 out of 2000 examples leave nothing to train on"),
+        ([*TRAIN, "--val-size", "-5"], "--val-size -5 must be positive"),
+        ([*TRAIN, "--data", "mine:loaders", "--val-size", "5"], "cannot be held out of a DataLoader"),
+        ([*TRAIN, "--data", "mine:two_inputs", "--shift", "1"], "must be a pair of tensors"),
         ([*TRAIN, "--init-from", "mine.py"], "mine.py is not a whole safetensors file"),
         (["train", "--data", "mine:data", "--model", "lenet-300-100"], "lenet-300-100 does not fit the data mine:data"),
         ([*TRAIN, "--recipe", "cake"], "no recipe 'cake'; there are default, fast, thorough, sparsest, paper"),
         ([*TRAIN, "--pretrain-epochs", "-3"], "--pretrain-epochs -3 must be zero or more"),
-        (["info", "missing.safetensors"], "missing.safetensors does not exist"),
+        (["info", "missing.safetensors"], "error: missing.safetensors does not exist"),
+        (["info", "runs/nowhere"], "error: runs/nowhere does not exist"),
+        (["compress", ".", "-o", "x", "--model", "mine:network", "--data", "mine:data"], "does not exist"),
         (["info", "mine.py"], "mine.py is not a whole safetensors file"),
         (["prune", "plain.safetensors", "-o", "x"], "is not a checkpoint of sparsevd"),
         (["export", "plain.safetensors", "-o", "x"], "give --model and --input-shape"),
@@ -316,6 +408,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(arguments, message, capsys, m
     assert exit_.value.code == 2
     assert message in " ".join(errors.replace("│", "").split())
     assert "Traceback" not in errors
+    assert "Pickled" not in errors or "does not exist" not in errors
 
 
 def test_overwrite_keeps_the_old_run_until_the_new_one_can_start(trained):

@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsevd
 from sparsevd import graph, modelfile
-from sparsevd.errors import ArgumentError, CheckpointError, FormatError
+from sparsevd.errors import ArgumentError, CheckpointError, FormatError, SparseVDWarning
 from sparsevd.files.tensors import write_tensors
 from sparsevd.runs import compression
 from sparsevd.runs.compression import CompressConfig
@@ -125,6 +125,15 @@ def test_compress_a_run(trained, tmp_path):
         "test error of the file",
     ):
         assert text in shown
+
+
+def test_what_rounding_loses_in_the_search_is_measured_and_not_warned_of(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(compression, "STEPS", (0.12, 40.0))
+    result = compression.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=100.0, val_size=500))
+    assert result.steps == 40.0
+    assert sum(layer.kept for layer in result.layers) < 200
+    with pytest.warns(SparseVDWarning, match="are left"):
+        modelfile.pack(Run(trained, model="mine:network").model(2), precision=modelfile.PosteriorSteps(40.0))
 
 
 def test_more_error_allows_a_smaller_file(trained, tmp_path):

@@ -326,8 +326,24 @@ def test_nothing_to_convert_is_an_error():
         sparsevd.sparsify(nn.Sequential(nn.ReLU()))
     with pytest.raises(ConversionError, match="no Sparse VD layer"):
         sparsevd.prune(nn.Linear(2, 2))
-    with pytest.raises(ConversionError, match="nothing to convert"):
+    with pytest.raises(ConversionError, match=r"converted already, and its Sparse VD layers are \(model\)$"):
         sparsevd.sparsify(sparsevd.sparsify(nn.Linear(2, 2)))
+    with pytest.raises(ConversionError, match="converted already, and its Sparse VD layers are 0, 2$"):
+        sparsevd.sparsify(sparsevd.sparsify(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("compute", [lambda layer: random_unstructured(layer, "weight", 0.5), nn.utils.weight_norm])
+def test_a_model_that_torch_cannot_copy_is_named(compute):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(compute(nn.Linear(3, 3))))
+    with pytest.raises(ConversionError, match=r"inplace=True\n1\.0: its weight is computed .*remove that first"):
+        sparsevd.sparsify(model)
+    assert type(model[0]) is nn.Linear
+    with pytest.warns(SparseVDWarning, match=r"left dense: 1\.0"):
+        sparsevd.sparsify(model, inplace=True)
+    with pytest.raises(ConversionError, match=r"1\.0: its weight"):
+        sparsevd.prune(model)
+    assert sparsevd.prune(model, inplace=True)(torch.zeros(1, 3)).shape == (1, 3)
 
 
 def test_prune_refuses_nan_and_warns_of_an_empty_layer():

@@ -25,7 +25,7 @@ from torch.nn.utils import prune as torch_prune
 import sparsevd
 from fuzz import costly, model_files, small_graphs
 from sparsevd import kernels, modelfile
-from sparsevd.errors import ArgumentError, FormatError, GraphError, WriteError
+from sparsevd.errors import ArgumentError, FormatError, GraphError, SparseVDWarning, WriteError
 from sparsevd.graph import Graph, Node
 from sparsevd.kernels.coder import NativeCoder
 from sparsevd.modelfile import adaptive, container
@@ -232,6 +232,16 @@ def test_the_zeros_of_torchs_own_pruning_cost_nothing():
     assert torch.equal(modelfile.unpack(data)["weight"], layer.weight)
 
 
+def test_torchs_own_pruning_must_be_over(tmp_path):
+    """Until then the state_dict holds every weight, and a mask."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), torch_prune.l1_unstructured(nn.Linear(4, 2), "weight", 0.5))
+    with pytest.raises(ArgumentError, match=r'^2 holds .*prune\.remove\(model\.get_submodule\("2"\), "weight"\)'):
+        sparsevd.save(model, tmp_path / "a.spvd")
+    assert not (tmp_path / "a.spvd").exists()
+    torch_prune.remove(model[2], "weight")
+    sparsevd.save(model, tmp_path / "a.spvd")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("precision", [2, 5, 16])
 def test_bits_bound_the_error(dtype, precision):
@@ -268,6 +278,25 @@ def test_coarser_is_smaller():
     ]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4
+
+
+def test_rounding_that_loses_many_of_the_kept_weights_is_warned_of(tmp_path):
+    model = trained_posterior()
+    sparsevd.save(model, tmp_path / "sure.spvd", precision="posterior")  # without a word
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            unsure = layer.weight.square().log() + 1 + 0.1 * torch.randn_like(layer.weight)  # log α near 1
+            layer.log_sigma2.copy_(torch.where(layer.log_sigma2 < -4, unsure, 10))
+    pruned = sparsevd.prune(model)
+    kept = sum(int(pruned[i].weight.count_nonzero()) for i in (0, 2))
+    with pytest.warns(SparseVDWarning, match=r"PosteriorSteps\(0\.5\).*`sparsevd compress`") as said:
+        sparsevd.save(model, tmp_path / "unsure.spvd", precision="posterior")
+    found = sparsevd.load(tmp_path / "unsure.spvd", into=pruned)
+    left = sum(int(found[i].weight.count_nonzero()) for i in (0, 2))
+    assert left < 0.8 * kept
+    assert f"of {kept} kept weights {left} are left" in str(said[0].message)
+    assert Path(said[0].filename) == Path(__file__)
+    sparsevd.save(model, tmp_path / "fine.spvd", precision=modelfile.PosteriorSteps(0.1))
 
 
 def test_posterior_needs_sparse_vd():

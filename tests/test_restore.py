@@ -115,6 +115,18 @@ def test_a_factory_of_ones_own_is_remembered_and_named(folder):
 def test_inputs_may_be_whole_numbers(folder):
     own = own_run(folder[0], example=[{"shape": [6], "dtype": "int64"}])
     assert Run(own).network().example.dtype is torch.int64
+    restored = Run(own, input_shape=(9,)).network()
+    assert restored.example.dtype is torch.int64
+    assert restored.example.shape == (1, 9)
+    (own / "run.json").write_text(json.dumps({"asked": {"model": "restored_nets:network"}, "example": [{"dtype": []}]}))
+    assert Run(own, input_shape=(9,)).network().example.dtype is torch.float32
+
+
+def test_inputs_may_be_several(folder):
+    own = own_run(folder[0], example=[{"shape": [6], "dtype": "float32"}, {"shape": [], "dtype": "int64"}])
+    first, second = Run(own).network().example
+    assert (first.shape, first.dtype) == ((1, 6), torch.float32)
+    assert (second.shape, second.dtype) == ((1,), torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,12 @@ def test_inputs_may_be_whole_numbers(folder):
     [
         3,
         [3],
+        [],
+        {},
+        {"x": 3},
         [{}],
+        [{"shape": [6], "dtype": "float32"}, {}],
+        [{"shape": [1 << 27], "dtype": "float32"}] * 3,
         [{"shape": [6], "dtype": "object"}],
         [{"shape": [6], "dtype": []}],
         [{"shape": "6", "dtype": "float32"}],
@@ -181,6 +198,26 @@ def test_the_number_of_classes_is_remembered(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"asked": asked, "classes": 7, "example": example}))
     restored = Run(tmp_path).network()  # the data is not asked for, nor imported
     assert restored.network(restored.example).shape == (1, 7)
+
+
+def test_all_files_of_a_run_say_the_same_of_its_network(tmp_path):
+    """The statistics of batch norm are no parameters, also where no checkpoint says so."""
+    model = sparsevd.sparsify(nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 3)))
+    pruned = sparsevd.prune(model)
+    buffers = [name for name, _ in model.named_buffers()]
+    state = dict(model.state_dict())
+    Checkpoint(state, posteriors=described(model), buffers=buffers).save(tmp_path / "checkpoint.safetensors")
+    save_file(dict(pruned.state_dict()), tmp_path / "pruned.safetensors")
+    sparsevd.save(pruned, tmp_path / "a.spvd")
+    headlines = [
+        Run(tmp_path / n).summary().headline() for n in ("checkpoint.safetensors", "pruned.safetensors", "a.spvd")
+    ]
+    assert headlines == [sparsevd.summary(model).headline()] * 3
+    assert "every parameter of the network (27 others" in headlines[0]
+
+    pruned.register_buffer("table", torch.zeros(5))  # which no file without a list of buffers can tell from the rest
+    sparsevd.save(pruned, tmp_path / "a.spvd")
+    assert "every parameter and buffer of the network (32 others" in Run(tmp_path / "a.spvd").summary().headline()
 
 
 def test_mistakes(folder):

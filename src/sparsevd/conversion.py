@@ -44,6 +44,8 @@ DROPOUT_TYPES = (
 
 Selector = str | type[nn.Module]
 
+_COMPUTED = "computed (weight_norm, a parametrization, torch's pruning); remove that first"
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -145,17 +147,22 @@ def sparsify(
     if variance_dtype is not None and not variance_dtype.is_floating_point:
         raise ArgumentError(f"variance_dtype={variance_dtype} must be a floating-point type, such as torch.bfloat16")
     conversion = preview(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
+    if not conversion.replaced and (noisy := noisy_modules(model)):
+        raise ConversionError(
+            f"nothing to convert in {type(model).__name__}: it is converted already, and its Sparse VD layers are "
+            f"{', '.join(name or '(model)' for name in noisy)}" + "".join(f"\n{line}" for line in conversion.remarks())
+        )
     if not conversion.replaced:
         raise ConversionError(
             f"nothing to convert in {type(model).__name__}; Sparse VD knows "
             f"{', '.join(plain.__name__ for plain in SPARSE_TYPES)} (exact types, selected by include and exclude)"
             + "".join(f"\n{line}" for line in conversion.remarks())
         )
+    if not inplace:
+        model = _copied(model)
     logger.info("%s", conversion)
     if remarks := conversion.remarks():
         warnings.warn("\n".join(remarks), SparseVDWarning, stacklevel=2)
-    if not inplace:
-        model = copy.deepcopy(model)
     swaps: dict[nn.Module, nn.Module] = {}
     for name in conversion.replaced:
         layer = model.get_submodule(name)
@@ -213,7 +220,7 @@ def prune(
     elif budget is not None:
         threshold = budget.threshold_of(model, data, **how)
     if not inplace:
-        model = copy.deepcopy(model)
+        model = _copied(model)
     required_posteriors(model)  # says so if there are none
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in noisy_modules(model).items():
@@ -257,6 +264,25 @@ def lost_already(model: nn.Module) -> float:
     return sum(int((each.theta == 0).sum()) for each in found) / sum(each.theta.numel() for each in found)
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy; torch makes none of a tensor that was computed, as its pruning and the older weight_norm leave them."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        computed = [
+            f"{name or '(model)'}: its {key} is {_COMPUTED}"
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and not value.is_leaf
+        ]
+        if not computed:
+            raise
+        raise ConversionError(
+            f"{type(model).__name__} cannot be copied; remove what is named here, or give inplace=True\n"
+            + "\n".join(computed)
+        ) from error
+
+
 def _matches(
     names: dict[nn.Module, list[str]], selectors: Selector | Iterable[Selector], argument: str
 ) -> set[nn.Module]:
@@ -289,7 +315,7 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
     if isinstance(module, ParametrizationList):
         pass  # its owner is named
     elif is_parametrized(module) or (parents and "weight" not in own):
-        reasons.append("its weight is computed (weight_norm, a parametrization, torch's pruning); remove that first")
+        reasons.append(f"its weight is {_COMPUTED}")
     elif type(module) in SPARSE_TYPES:
         tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
         if refusal := SPARSE_TYPES[type(module)].refusal(module):

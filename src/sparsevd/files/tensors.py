@@ -75,10 +75,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path} does not exist or is not a file")
+            raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
         with path.open("rb") as opened, safe_open(_name_of(opened), framework="pt") as file:
             # Clones: the file's own tensors are a view of the file, which the next checkpoint replaces.
             return {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except CheckpointError:
+        raise
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}). Pickled files (.pt, .pth) are not read; "

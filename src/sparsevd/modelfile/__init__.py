@@ -6,15 +6,18 @@ network = sparsevd.load("lenet.spvd")                            # plain torch, 
 sparsevd.load("lenet.spvd", into=my_model)                       # any architecture, with or without `example`
 """
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from sparsevd.conversion import prune
-from sparsevd.errors import FormatError
+from sparsevd.errors import ArgumentError, FormatError, SparseVDWarning
 from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture, to_module
 from sparsevd.graph.cost import footprint
@@ -30,9 +33,10 @@ from sparsevd.modelfile.quantisation import (
     posterior_steps,
     tensor_of,
 )
-from sparsevd.posterior import is_noisy
+from sparsevd.posterior import is_noisy, named_posteriors
 
 SUFFIX = ".spvd"
+MOST_LOST = 0.2  # the share of the kept weights that rounding may turn into zeros without a word
 
 __all__ = [
     "SUFFIX",
@@ -63,8 +67,10 @@ def save(
             model, and numbers that cannot matter (of units that nothing reads) are written as zeros.
         precision: "lossless" keeps every number bit for bit, but for −0.0, which multiplying by a mask leaves (as
             torch.nn.utils.prune does) and which becomes 0.0. A number of bits from 2 to 16 rounds each weight matrix to
-            so many levels. "posterior", for a Sparse VD network, rounds each layer as coarsely as its σ
-            allows.
+            so many levels. "posterior", for a Sparse VD network, rounds each layer to multiples of 1.5 times its median
+            σ. Nothing is measured: of weights that the posterior is unsure of (log α near 1 and above), that step can
+            cost many, which is warned of; `PosteriorSteps(0.5)` is finer, and `sparsevd compress` looks for the
+            coarsest step that data allows.
     """
     data, _ = pack(model, example=example, precision=precision)
     atomic.write(Path(path), data)
@@ -79,17 +85,19 @@ def pack(
 ) -> tuple[bytes, Packed]:
     """The bytes of the file that `save` writes, and what its parts cost. `graph` saves capturing it from `example`."""
     precision = checked(precision)
+    _refuse_masks(model)
     steps = posterior_steps(model, precision) if isinstance(precision, PosteriorSteps) else {}
+    noisy = named_posteriors(model)
     if is_noisy(model):
         model = prune(model)
     state = dict(model.state_dict())
     if graph is None and example is not None:
         graph = capture(model, example)
-    if graph is None:
-        packed = Packed(entries_of(state, precision, steps))
-    else:
-        extra = {name: tensor for name, tensor in graph.constants.items() if name not in state}
-        packed = Packed(entries_of(state | extra, precision, steps), extra=len(extra))
+    extra = {name: tensor for name, tensor in graph.constants.items() if name not in state} if graph else {}
+    packed = Packed(entries_of(state | extra, precision, steps), extra=len(extra))
+    if isinstance(precision, PosteriorSteps):
+        _warn_of_lost(packed.entries, {name: state[name] for name in noisy}, precision)
+    if graph is not None:
         packed.graph = described(graph, [entry.name for entry in packed.entries])
         packed.values = footprint(graph)
         _forget_irrelevant(packed.entries, graph)
@@ -153,12 +161,17 @@ def rebuild(data: bytes, name: str | Path = "the file", max_bytes: int | None = 
     return to_module(unpack_graph(data, name, max_bytes))
 
 
-def unpack_graph(data: bytes, name: str | Path = "the file", max_bytes: int | None = None) -> Graph:
-    """The graph in the bytes of a file that carries it."""
+def unpack_graph(
+    data: bytes,
+    name: str | Path = "the file",
+    max_bytes: int | None = None,
+    otherwise: str = "give load(path, into=model)",
+) -> Graph:
+    """The graph in the bytes of a file that carries it; `otherwise` says what to do about one that does not."""
 
     def accept(packed: Packed) -> None:
         if not packed.graph:
-            raise FormatError("it was saved without an example and holds no graph; give load(path, into=model)")
+            raise FormatError(f"it was saved without an example and holds no graph; {otherwise}")
 
     try:
         packed = decode(data, accept, max_bytes)
@@ -187,6 +200,35 @@ def _taken_from(entries: list[Entry]) -> dict[str, Tensor]:
         tensors.append(tensors[entry.alias] if entry.form == Form.ALIAS else tensor_of(entry))
         entry.values = None
     return {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
+
+
+def _refuse_masks(model: nn.Module) -> None:
+    """Torch's own pruning keeps every weight, and a mask beside it, until it is told that it is over."""
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                key, where = hook._tensor_name, f'model.get_submodule("{name}")' if name else "model"
+                raise ArgumentError(
+                    f"{name or 'the model'} holds its {key} from before torch's pruning, and a mask; call "
+                    f'torch.nn.utils.prune.remove({where}, "{key}") first, which leaves the pruned {key}'
+                )
+
+
+def _warn_of_lost(entries: list[Entry], weights: Mapping[str, Tensor], precision: PosteriorSteps) -> None:
+    """Say so if rounding makes zeros of many of the kept weights, all layers together."""
+    kept = left = 0
+    for entry in entries:
+        if entry.name in weights and isinstance(entry.values, np.ndarray):  # of shared ones the first
+            kept += int(weights[entry.name].count_nonzero())
+            left += int(np.count_nonzero(entry.values))
+    if kept - left > MOST_LOST * kept:
+        warnings.warn(
+            f"of {kept:,} kept weights {left:,} are left: rounded to multiples of {precision.steps:g} σ, the others "
+            "are zero, and the network may no longer work. Give a finer precision, such as PosteriorSteps(0.5) or a "
+            "number of bits, or let `sparsevd compress` look for the coarsest step that data allows",
+            SparseVDWarning,
+            stacklevel=4,
+        )
 
 
 def _forget_irrelevant(entries: list[Entry], graph: Graph) -> None:

@@ -42,6 +42,7 @@ class ModelSummary:
     layers: tuple[LayerSummary, ...]
     other_parameters: int
     kl: float | None = None
+    with_buffers: bool = False  # the others may hold buffers: a file that was counted does not say which they are
 
     @property
     def weights(self) -> int:
@@ -110,8 +111,9 @@ class ModelSummary:
 
     def headline(self) -> str:
         """How many times fewer: of these layers, as the paper counts, and of all that the network holds."""
+        everything = "parameter and buffer" if self.with_buffers else "parameter"
         return (
-            f"{times(self.ratio)} fewer weights in these layers; {times(self.whole_ratio)} counting every parameter "
+            f"{times(self.ratio)} fewer weights in these layers; {times(self.whole_ratio)} counting every {everything} "
             f"of the network ({self.other_parameters:,} others: biases, norms, what stays dense)"
         )
 

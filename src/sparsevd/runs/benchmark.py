@@ -81,6 +81,8 @@ def bench(
     """
     if min((*batches, *threads), default=0) < 1:
         raise ArgumentError(f"batch sizes {tuple(batches)} and threads {tuple(threads)} must be at least 1")
+    if not isinstance(example, Tensor):
+        raise ArgumentError("only networks of one input are timed here, and this one takes several")
     model = model.eval()
     missing: dict[str, str] = {}
     found: list[Measurement] = []
@@ -91,6 +93,8 @@ def bench(
                 torch.set_num_threads(count)
                 for batch in batches:
                     x = torch.randn((batch, *example.shape[1:]), generator=torch.Generator().manual_seed(0))
+                    if not example.is_floating_point():  # which numbers it takes is not known, but for these
+                        x = example[:1].repeat(batch, *[1] * (example.ndim - 1))
                     ways = dict(_ways(model, x, count, Path(folder), compiler, missing))
                     expected = ways["torch"]()
                     largest = float(expected.abs().max()) or 1.0

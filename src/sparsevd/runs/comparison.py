@@ -93,7 +93,8 @@ def compare(
         raise ArgumentError(f"{config.data} has no test data; give a number of held-out examples (val_size=)")
     with torch.random.fork_rng([]):
         model = sources.build_model(config.net, data.classes)
-        sources.try_one_batch(model, data.train, f"{config.net} does not fit the data {config.data}")
+        misfit = f"{config.net} does not fit the data {config.data}; rivals take one tensor and return one"
+        sources.try_one_batch(model, data.train, misfit, forward=lambda model, x: model(x))
     atomic.make_writable_folder(config.out)
     chosen: list[dict[str, Any]] = []
     for name in config.methods:

@@ -6,6 +6,7 @@ The coarseness is chosen on examples of the training set (those that `train` hol
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsevd import modelfile
 from sparsevd.conversion import prune
-from sparsevd.errors import ArgumentError, GraphError
+from sparsevd.errors import ArgumentError, GraphError, SparseVDWarning
 from sparsevd.files import atomic
 from sparsevd.files.tensors import write_tensors
 from sparsevd.graph import Graph, capture
@@ -123,7 +124,7 @@ def compress(config: CompressConfig, say: Callable[[str], None] = print) -> Comp
         _, held_out = split(train, min(config.val_size, size(train, "train") // 2), seed)
         chosen = _coarsest(model, pruned, graph, held_out, config.max_error_increase)
         precision, steps = chosen, chosen.steps
-    content, packed = modelfile.pack(model, precision=precision, graph=graph)
+    content, packed = _packed(model, precision, graph)
     atomic.write(config.output, content)
     written = modelfile.load(config.output) if graph else modelfile.load(config.output, into=copy.deepcopy(pruned))
     return Compression(
@@ -155,6 +156,13 @@ def _graph(pruned: nn.Module, example: Tensor) -> Graph | None:
         return None
 
 
+def _packed(model: nn.Module, precision: modelfile.Precision, graph: Graph | None) -> tuple[bytes, Packed]:
+    """Without a word of weights that rounding loses: what that costs is measured here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparseVDWarning)
+        return modelfile.pack(model, precision=precision, graph=graph)
+
+
 def _coarsest(
     model: nn.Module, pruned: nn.Module, graph: Graph | None, held_out: Data, max_increase: float
 ) -> modelfile.PosteriorSteps:
@@ -163,7 +171,7 @@ def _coarsest(
     chosen = None
     for steps in STEPS:
         precision = modelfile.PosteriorSteps(steps)
-        data, _ = modelfile.pack(model, precision=precision, graph=graph)
+        data, _ = _packed(model, precision, graph)
         candidate = modelfile.rebuild(data) if graph else copy.deepcopy(pruned)
         if not graph:
             candidate.load_state_dict(modelfile.unpack(data))

@@ -19,6 +19,7 @@ from sparsevd.files import json_object
 from sparsevd.files.json_object import is_whole, shown
 from sparsevd.files.tensors import DTYPES
 from sparsevd.runs import sources
+from sparsevd.training.inputs import Inputs
 from sparsevd.zoo.datasets import DATASETS
 
 _TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -86,22 +87,37 @@ class Origin:
             return classes
         return DATASETS[data].classes if data else None
 
-    def example(self) -> Tensor | None:
-        """One input of zeros, in a batch of one; None where the file does not say, or the network takes several."""
+    def example(self) -> Tensor | tuple[Tensor, ...] | None:
+        """One input of zeros in a batch of one, or several as a tuple; None where the file does not say."""
         described, data = self.said.get("example"), self._dataset()
         if described is None:
             return torch.zeros(1, *DATASETS[data].shape) if data else None
-        if not isinstance(described, list) or not all(isinstance(each, dict) for each in described):
+        if isinstance(described, dict) and described and all(isinstance(each, dict) for each in described.values()):
+            names = ", ".join(map(shown, list(described)[:5]))
+            raise ArgumentError(
+                f"{self.path} says that the network takes its inputs by name ({names}), and only inputs by position "
+                "can be followed through it; if it takes one by position too, give input_shape="
+            )
+        if not isinstance(described, list) or not all(isinstance(each, dict) for each in described) or not described:
             raise CheckpointError.damaged(self.path, f"its example is {shown(described)}")
-        if len(described) != 1:
-            return None
-        (each,) = described
-        shape, dtype = each.get("shape"), each.get("dtype")
+        inputs = tuple(self._zeros(each, MOST_ELEMENTS // len(described)) for each in described)
+        return inputs if len(inputs) > 1 else inputs[0]
+
+    def _zeros(self, described: dict[str, Any], most: int) -> Tensor:
+        shape, dtype = described.get("shape"), described.get("dtype")
         sizes = shape if isinstance(shape, list) else [0]
-        known = isinstance(dtype, str) and dtype in _TYPES
-        if not known or not all(is_whole(size, 1, MOST_ELEMENTS) for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
+        known = _TYPES.get(dtype) if isinstance(dtype, str) else None
+        if known is None or not all(is_whole(size, 1, most) for size in sizes) or math.prod(sizes) > most:
             raise CheckpointError.damaged(self.path, f"its example has shape {shown(shape)} and type {shown(dtype)}")
-        return torch.zeros(1, *sizes, dtype=_TYPES[dtype])
+        return torch.zeros(1, *sizes, dtype=known)
+
+    def dtype(self) -> torch.dtype | None:
+        """The type of a network's one input, where the file says it."""
+        described = self.said.get("example")
+        each = list(described.values()) if isinstance(described, dict) else described
+        first = each[0] if isinstance(each, list) and len(each) == 1 else None
+        dtype = first.get("dtype") if isinstance(first, dict) else None
+        return _TYPES.get(dtype) if isinstance(dtype, str) else None
 
     def _dataset(self) -> str | None:
         asked = self.said.get("asked")
@@ -109,6 +125,13 @@ class Origin:
         return next((name for name in names if isinstance(name, str) and name in DATASETS), None)
 
 
-def describe_example(x: Tensor) -> list[dict[str, Any]]:
-    """What run.json keeps of a batch of inputs: a list, as a network may take several."""
-    return [{"shape": list(x.shape[1:]), "dtype": str(x.dtype).removeprefix("torch.")}]
+def describe_example(x: Inputs) -> list[dict[str, Any]] | dict[str, dict[str, Any]] | None:
+    """What run.json keeps of a batch of inputs: a list, as a network may take several, or a dict of named ones.
+
+    None if they are not all tensors: zeros could not stand for them.
+    """
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else [x]
+    if not all(isinstance(part, Tensor) and part.ndim for part in parts):
+        return None
+    described = [{"shape": list(part.shape[1:]), "dtype": str(part.dtype).removeprefix("torch.")} for part in parts]
+    return dict(zip(x, described, strict=True)) if isinstance(x, dict) else described

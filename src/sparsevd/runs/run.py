@@ -59,7 +59,7 @@ class Restored:
     """A plain network with its zeros, in eval mode, an input for it, and its graph if that is known."""
 
     network: nn.Module
-    example: Tensor
+    example: Any  # a tensor, or a tuple of them for a network of several inputs
     graph: Graph | None = None
 
 
@@ -161,8 +161,9 @@ class Run:
         data = self.data()
         _, held_out = sources.split(data.train, min(val_size, size(data.train, "train") // 2), self.seed())
         unseen = self._origin.asked("val_size") if self._origin else 0
-        whether = "held out in training" if unseen >= len(held_out[1]) else "that the run has trained on"
-        self._say(f"measured on {len(held_out[1]):,} examples of the training set, {whether}")
+        measured = size(held_out, "train")
+        whether = "held out in training" if unseen >= measured else "that the run has trained on"
+        self._say(f"measured on {measured:,} examples of the training set, {whether}")
         return budget.threshold_of(self.model(data.classes), held_out)
 
     def network(self, threshold: float | None = None) -> Restored:
@@ -180,9 +181,9 @@ class Run:
         network.load_state_dict(tensors)
         return Restored(network, example)
 
-    def _example(self) -> Tensor | None:
+    def _example(self) -> Tensor | tuple[Tensor, ...] | None:
         if self._input_shape is not None:
-            return torch.zeros(1, *self._input_shape)
+            return torch.zeros(1, *self._input_shape, dtype=self._origin.dtype() if self._origin else None)
         return self._origin.example() if self._origin else None
 
     def _incomplete(self, what: str, **known: object) -> ArgumentError:
@@ -192,19 +193,19 @@ class Run:
     def _from_model_file(self, threshold: float | None) -> Restored:
         if threshold is not None:
             raise CheckpointError(f"{self.file} holds a pruned network: it has no log α for a threshold to act on")
-        graph = modelfile.unpack_graph(modelfile.read(self.file), self.file)
-        if len(graph.inputs) != 1:
-            raise ArgumentError(
-                f"{self.file} takes {len(graph.inputs)} inputs; only networks of one are supported here"
-            )
-        (node,) = graph.inputs
+        graph = modelfile.unpack_graph(
+            modelfile.read(self.file), self.file, otherwise="give the network it is of (model=, and input_shape=)"
+        )
         if operations(graph) > MOST_OPERATIONS:
             raise FormatError(
                 f"{self.file} takes {operations(graph):,} operations for one example, and only networks of up to "
                 f"{MOST_OPERATIONS:,} are run here; use sparsevd.load and an example of your own"
             )
-        shape = [max(1, size) for size in node.shape]  # −1 is the batch
-        return Restored(to_module(graph), torch.zeros(shape, dtype=DTYPES[str(node.attributes["dtype"])]), graph)
+        inputs = tuple(
+            torch.zeros([max(1, size) for size in node.shape], dtype=DTYPES[str(node.attributes["dtype"])])  # −1: batch
+            for node in graph.inputs
+        )
+        return Restored(to_module(graph), inputs if len(inputs) > 1 else inputs[0], graph)
 
     def model(self, classes: int) -> nn.Module:
         """The Sparse VD network of a checkpoint, or the plain one of another file, of a network of so many classes."""

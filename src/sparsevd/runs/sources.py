@@ -12,10 +12,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.modes import in_eval_mode
-from sparsevd.training.data import Augmented, Data, batches, checked
+from sparsevd.training.data import Augmented, Data, batches, checked, size
+from sparsevd.training.inputs import Forward, Inputs, call, changed
 from sparsevd.zoo import datasets, models
 
 USUAL_CLASSES = 10  # where neither labels nor a data set say
@@ -73,7 +75,7 @@ def load_data(
     if val_size:
         train, val = split(train, val_size, seed)
     if shift or mirror:
-        if not isinstance(train, tuple):
+        if not isinstance(train, tuple) or not isinstance(train[0], Tensor):
             raise ArgumentError("to shift and mirror images, the training data must be a pair of tensors (x, y)")
         train = Augmented(train, shift=shift, mirror=mirror)
     return Sources(train, val, test, classes)
@@ -84,29 +86,40 @@ def _classes_of(train: Data) -> int:
     return USUAL_CLASSES if labels is None or labels.is_floating_point() else int(labels.max()) + 1
 
 
-def split(train: Data, val_size: int, seed: int) -> tuple[datasets.Pair, datasets.Pair]:
+def split(train: Data, val_size: int, seed: int) -> tuple[Data, Data]:
     """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
-    if not isinstance(train, tuple):
-        raise ArgumentError("a validation split needs the training data as a pair of tensors (x, y)")
-    x, y = train
-    if not 0 < val_size < len(x):
-        raise ArgumentError(f"{val_size} validation examples out of {len(x)} leave nothing to train on")
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    held_out, kept = order[:val_size], order[val_size:]
-    return (x[kept], y[kept]), (x[held_out], y[held_out])
+    if isinstance(train, DataLoader | IterableDataset):
+        raise ArgumentError(
+            f"examples cannot be held out of a {type(train).__name__}, which has an order of its own; give the "
+            "training data as a Dataset with a length, or as a pair (x, y)"
+        )
+    if val_size < 1:
+        raise ArgumentError(f"val_size={val_size} must be positive: it is a number of examples")
+    n = size(train, "train")
+    if val_size >= n:
+        raise ArgumentError(f"val_size={val_size} out of {n} examples leave nothing to train on")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return _part(train, order[val_size:]), _part(train, order[:val_size])
 
 
-def try_one_batch(model: nn.Module, train: Data, described: str) -> Tensor:
+def _part(data: Data, where: Tensor) -> Data:
+    if not isinstance(data, tuple):
+        return Subset(cast(Dataset[Any], data), where.tolist())
+    x, y = data
+    return changed(x, lambda tensor: tensor[where]), y[where]
+
+
+def try_one_batch(model: nn.Module, train: Data, described: str, forward: Forward = call) -> Inputs:
     """The first inputs. A model that does not fit its data fails here, in a sentence, and not while it trains."""
     try:
         x, y = next(batches(train, 2, shuffle=False), (None, None))
         if x is None or y is None:
             raise ValueError("it gives no batch")
         with torch.no_grad(), in_eval_mode(model):
-            F.cross_entropy(model(x), y)
+            F.cross_entropy(forward(model, x), y)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise ArgumentError(f"{described}: {error}") from error
-    return cast(Tensor, x)
+    return cast(Inputs, x)
 
 
 def called(reference: str) -> Any:

@@ -17,6 +17,10 @@ from sparsevd.training.checkpoint import FLOATING, KEY, Checkpoint
 _COUNTED = (*FLOATING, torch.complex64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 
 
+# A checkpoint names its buffers. Of other files only these are known to be none of the parameters.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class WeightFile:
     """Its tensors, and of a checkpoint the description of its Sparse VD layers."""
 
@@ -51,10 +55,14 @@ class WeightFile:
                 divergence += equations.kl(*self._pair(name)).item()
         tensors = self._plain()
         layers = layers or self._plain_layers(tensors)
-        left_out = {*self.checkpoint.buffers, *self.checkpoint.aliases} if self.checkpoint else set()
-        floating = sum(t.numel() for key, t in tensors.items() if key not in left_out and t.is_floating_point())
-        kl = divergence if self.is_sparse else None
-        return ModelSummary(tuple(layers), floating - sum(layer.weights for layer in layers), kl)
+        if self.checkpoint:
+            left_out = {*self.checkpoint.buffers, *self.checkpoint.aliases}
+        else:
+            left_out = {key for key in tensors if _last(key) in _STATISTICS}
+        counted = {key: t for key, t in tensors.items() if key not in left_out and t.is_floating_point()}
+        others = sum(t.numel() for t in counted.values()) - sum(layer.weights for layer in layers)
+        unsure = not self.checkpoint and not all("weight" in _last(key) or "bias" in _last(key) for key in counted)
+        return ModelSummary(tuple(layers), others, divergence if self.is_sparse else None, with_buffers=unsure)
 
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of all weights is zero."""
@@ -83,7 +91,7 @@ class WeightFile:
         return dict.fromkeys(self._posteriors, checked_threshold(threshold))
 
     def _plain_layers(self, tensors: dict[str, Tensor]) -> list[LayerSummary]:
-        weights = {key: t for key, t in tensors.items() if key.split(".")[-1] == "weight" and t.ndim >= 2}
+        weights = {key: t for key, t in tensors.items() if _last(key) == "weight" and t.ndim >= 2}
         if not weights:
             raise CheckpointError(f"{self.path} holds no weight of a Linear or Conv layer")
         for key, tensor in weights.items():
@@ -92,3 +100,7 @@ class WeightFile:
                     f"{self.path}: {key} is {tensor.dtype}, which is not supported; convert it to float32"
                 )
         return [summarise_layer(label_of(key), "plain", tensor) for key, tensor in weights.items()]
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
