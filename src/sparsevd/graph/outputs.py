@@ -48,6 +48,17 @@ def returned(keys: tuple[str, ...], values: tuple[_Part, ...]) -> _Part | tuple[
     return values[0] if len(values) == 1 else values
 
 
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors in whatever a network returns, also where it is nothing that `parts` knows."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return [tensor for each in output for tensor in tensors_in(each)] if isinstance(output, tuple | list) else []
+
+
 def difference(ours: Any, theirs: Any) -> float:
     """The largest difference between two outputs, each tensor's relative to the largest number of theirs.
 
