@@ -132,9 +132,10 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     Three ways are timed, with torch's number of threads: the whole network as one plan, where its operations allow
     that (see `sparsevd.plan`); its Linear, Conv1d and Conv2d layers one by one, each sparse where that is faster, with
     batch norm folded in where that is exact; and as it was. The example should have the batch size of later use; other
-    inputs work too. Without the compiled kernels Linear layers take torch's CSR product where that is faster. A way that
-    answers the example otherwise than the network is not taken. What a forward puts aside between a layer and the batch
-    norm or ReLU that is folded into it (`self.last = h`) is what comes after these.
+    inputs work too. Without the compiled kernels Linear layers take torch's CSR product where that is faster.
+
+    A way that answers the example otherwise than the network is not taken. What a forward puts aside between a layer
+    and the batch norm or ReLU that is folded into it (`self.last = h`) is what comes after these.
 
     Args:
         model: a plain torch network, such as `prune` returns; it is copied.
