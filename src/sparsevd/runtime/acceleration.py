@@ -16,7 +16,7 @@ from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table as text_table
 from sparsevd.runtime.folding import Followers, arguments_of, channel_norm, followers
 from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, ways
-from sparsevd.runtime.plan import Plan, plan
+from sparsevd.runtime.plan import Plan, plan, reason
 from sparsevd.runtime.timing import timings
 
 WORTH = 0.97  # a layer stays dense unless the sparse way takes at most this part of the time
@@ -42,7 +42,10 @@ class Accelerated(nn.Module):
     """A network that takes its fastest way; call it as the network it was made from. For inference only.
 
     It is a snapshot: weights and biases were copied when it was made, and what later becomes of the network it was made
-    from does not change it. To have it follow, call `accelerate` again.
+    from does not change it. To have it follow, call `accelerate` again. A plan has its own copy of the weights: loading
+    others, into this or into a module of `model`, and moving it or giving it another type give up the plan. Changing
+    tensors of `model` in place does not, and neither do hooks on its modules, which a plan does not call; hooks on the
+    accelerated network itself are called.
 
     `measured` has the seconds of each way, `chosen` the way taken, `no_plan` the reason if the whole network is not one
     plan; `choices` what was measured layer by layer, `left_alone` what was not touched and why. Printing it shows all.
@@ -65,7 +68,8 @@ class Accelerated(nn.Module):
         self.measured, self.no_plan = measured, no_plan
         self.choices, self.left_alone = choices, left_alone
         self.training = False
-        self.register_load_state_dict_post_hook(_plan_is_of_other_weights)  # type: ignore[no-untyped-call]
+        for module in self.modules():  # weights can be loaded through any of them
+            module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
 
     @property
     def chosen(self) -> str:
@@ -98,9 +102,19 @@ class Accelerated(nn.Module):
         return self
 
     def _apply(self, *arguments: Any, **options: Any) -> "Accelerated":
-        """`double`, `to` and their kin change the model; a plan is float32 on the CPU for good."""
-        self._forget_plan("the network was moved or got another type")
-        return cast(Accelerated, super()._apply(*arguments, **options))  # type: ignore[no-untyped-call]
+        """`double`, `to` and their kin change the model, unless all is so already; a plan is float32 on the CPU for
+        good."""
+        before = [tensor.detach() for tensor in self._tensors()]
+        result = cast(Accelerated, super()._apply(*arguments, **options))  # type: ignore[no-untyped-call]
+        if not all(map(_same, before, self._tensors())):
+            self._forget_plan("the network was moved or got another type")
+        return result
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *self.buffers()]
+
+    def _loaded(self, module: nn.Module, _: object) -> None:
+        self._forget_plan("other weights were loaded")
 
     def _forget_plan(self, reason: str) -> None:
         if self.plan is not None:
@@ -118,8 +132,9 @@ class Accelerated(nn.Module):
         return table(self)
 
 
-def _plan_is_of_other_weights(network: Accelerated, _: object) -> None:
-    network._forget_plan("other weights were loaded")
+def _same(before: Tensor, after: Tensor) -> bool:
+    alike = before.device == after.device and before.dtype == after.dtype
+    return alike and not after.is_meta and torch.equal(before, after)
 
 
 @torch.no_grad()
@@ -182,7 +197,7 @@ def _whole(model: nn.Module, example: Any, choices: list[LayerChoice]) -> tuple[
         whole = plan(model, x)
         return (whole, "") if _agree(whole, model, example) else (None, "it gives other answers to the example")
     except Exception as error:  # whatever a model does while being captured: its layers one by one still work
-        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, reason(error)
 
 
 class Layered(NamedTuple):

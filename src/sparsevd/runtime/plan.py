@@ -18,7 +18,13 @@ from sparsevd.runtime.lowering import network
 from sparsevd.runtime.timing import timings
 
 _SHAPES_KEPT = 64  # that a plan stays ready for
-NOT_BUILT = "a plan needs the compiled kernels; install with a C compiler, or use sparsevd.accelerate"
+NOT_BUILT = "a plan needs the compiled kernels. Install with a C compiler, or use sparsevd.accelerate"
+
+
+def reason(error: Exception) -> str:
+    """Why something is not possible, without the rest of the message: what else there is."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0]
 
 
 class Plan:
