@@ -6,7 +6,8 @@
     python benchmarks/inference.py figure
 
 Each case is measured in one run, its contenders in turns, and written to results/inference.json when it is done;
-what is there already is not measured again (--again does). `--minutes` stops early, to be continued.
+what is there already is not measured again (--again does). `--minutes` stops early, to be continued. A case names its
+machine and commit; those that do not are of the first edition, on the machine named beside them.
 Times are seconds per call from Python, with numbers in [N, C, H, W] in and out for everybody; the exported C file
 alone is called from C, as it would be where it is used.
 """
@@ -278,6 +279,7 @@ def compare(
         "threads": threads,
         "batch": len(x),
         "choices": [choice.choice for choice in fast.choices],
+        "chosen": fast.chosen,
         "seconds": {name: spread(turns) for name, turns in seconds.items()},
         "ratios": {ours: ratios(seconds, ours) for ours in OURS if ours in seconds},
         "best_dense": best,
@@ -334,7 +336,15 @@ def machine() -> dict[str, str]:
         flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
         cpu += ", AVX-512" if "avx512f" in flags else ", AVX2" if "avx2" in flags else ""
     versions = {"torch": torch.__version__, "onnxruntime": onnxruntime.__version__, "sparsevd": sparsevd.__version__}
-    return {"cpu": cpu, "cores": str(os.cpu_count()), "python": platform.python_version(), **versions}
+    show = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(show, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **versions,
+        "commit": commit or "unknown",
+    }
 
 
 def figure(cases: dict[str, dict]) -> None:
@@ -405,8 +415,8 @@ def main() -> None:
         if time.monotonic() > end:
             print("not finished; run the same command again to go on", file=sys.stderr)
             break
-        record = case()
-        stored["command"], stored["machine"] = "python benchmarks/inference.py layers|linear|networks", machine()
+        record = {**case(), "machine": machine()}
+        stored["command"] = "python benchmarks/inference.py layers|linear|networks"
         stored["cases"][key] = record
         write(stored)
         print(shown(key, record), flush=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import sparsevd
 from networks import WayAround, pruned
@@ -181,6 +182,27 @@ def test_a_plan_has_no_other_weights_and_no_other_type(monkeypatch):
 
 
 @built
+def test_what_changes_nothing_keeps_the_plan_and_loading_through_the_model_does_not(monkeypatch):
+    plan_first(monkeypatch)
+    model, x = pruned(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), 0.3), torch.randn(3, 6)
+    for kept in (lambda fast: fast.to("cpu"), lambda fast: fast.float(), lambda fast: nn.Sequential(fast).cpu()):
+        fast = sparsevd.accelerate(model, x)
+        kept(fast)
+        assert fast.chosen == "as one plan"
+        same(fast, model, x)
+    for part in (lambda fast: fast.model, lambda fast: fast.model[0]):
+        again = sparsevd.accelerate(model, x)
+        for fast in (pickle.loads(pickle.dumps(again)), copy.deepcopy(again), again):
+            loaded = part(fast)
+            loaded.load_state_dict({key: 2 * value for key, value in loaded.state_dict().items()})
+            assert "other weights were loaded" in fast.no_plan
+            with torch.no_grad():
+                torch.testing.assert_close(fast(x), fast.model(x))
+    assert sparsevd.accelerate(model, x).to(torch.float64).plan is None
+    assert sparsevd.accelerate(model, x).to("meta").plan is None
+
+
+@built
 def test_copies_of_a_network_with_a_plan(monkeypatch):
     plan_first(monkeypatch)
     model, x = pruned(WayAround(), 0.3), torch.randn(3, 3, 6, 7)
@@ -194,6 +216,11 @@ def test_copies_of_a_network_with_a_plan(monkeypatch):
     fast.register_forward_hook(lambda *_: called.append(1))
     fast(x)
     assert called
+
+
+class Summing(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).cumsum(1)
 
 
 class InATuple(nn.Sequential):
@@ -210,6 +237,7 @@ def test_why_there_is_no_plan_is_a_sentence(monkeypatch):
     cases = {
         "gelu": (nn.Sequential(nn.Linear(4, 3), nn.GELU()), x),
         "forward hooks": (hooked, x),
+        "cumsum": (Summing(nn.Linear(4, 3)), x),
         "one input": (nn.Sequential(nn.Linear(4, 3)), {"input": x}),
         "returns a tuple": (InATuple(nn.Linear(4, 3)), x),
     }
@@ -219,6 +247,8 @@ def test_why_there_is_no_plan_is_a_sentence(monkeypatch):
         assert words in fast.no_plan
         (line,) = [line for line in str(fast).splitlines() if line.startswith("no plan: ")]
         assert words in line
+        assert len(line) < 200
+        assert "still works" not in line
     monkeypatch.setattr(
         module,
         "timings",
@@ -250,6 +280,82 @@ def test_batch_norm_is_folded_only_where_that_is_exact():
     assert "cannot trace" in fast.left_alone["batch norm"]
     same(fast, model, torch.ones(2, 6))
     same(fast, model, -torch.ones(2, 6))
+
+
+class Optional(nn.Module):
+    """Whose example leaves out an argument, and so takes another branch than a trace where it is something."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.act, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, x, skip=None, *, normed=False):
+        h = self.conv(x)
+        h = self.act(h) if skip is None and not normed else self.act(self.norm(h)) + (0 if skip is None else skip)
+        return {"out": self.head(h.mean((2, 3)))}
+
+
+class Guarded(Optional):
+    """Which does with a tensor what it does not do with what stands for it in a trace."""
+
+    def forward(self, x):
+        h = self.act(self.conv(x)) if isinstance(x, torch.Tensor) else self.act(self.norm(self.conv(x)))
+        return [self.head(h.mean((2, 3))), "and a word"]
+
+
+def with_statistics(model):
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+    return model
+
+
+@built
+def test_the_branch_that_the_example_takes_is_the_one_that_is_folded():
+    model, x = pruned(with_statistics(Optional()), 0.5), torch.randn(2, 3, 8, 8)
+    for example, folded in (
+        (x, ("act",)),
+        ({"x": x}, ("act",)),
+        ((x, None), ("act",)),
+        ((x, torch.randn(2, 8, 6, 6)), ("norm", "act")),
+        ({"x": x, "normed": True}, ("norm", "act")),
+    ):
+        fast = sparsevd.accelerate(model, example)
+        named = example if isinstance(example, dict) else {}
+        given = () if named else example if isinstance(example, tuple) else (example,)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(*given, **named)["out"], model(*given, **named)["out"])
+            torch.testing.assert_close(fast.model(*given, **named)["out"], model(*given, **named)["out"])
+        assert fast.choices[0].folded == folded
+
+
+@built
+def test_what_answers_otherwise_is_not_taken(monkeypatch):
+    model, x = pruned(with_statistics(Guarded()), 0.5), torch.randn(2, 3, 8, 8)
+    fast = sparsevd.accelerate(model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x)[0], model(x)[0])
+    assert [choice.folded for choice in fast.choices] == [(), ()]
+    assert fast.chosen == "layer by layer"
+    assert "other answers" in str(fast)
+    monkeypatch.setattr(InferenceLayer, "dense", lambda self, x: 2 * F.linear(x, self.weight, self.bias))
+    monkeypatch.setattr(InferenceLayer, "forward", lambda self, x: self.dense(x))
+    wrong = sparsevd.accelerate(nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4))
+    assert not any(isinstance(layer, InferenceLayer) for layer in wrong.modules())
+    assert "stays as it was" in wrong.left_alone["(model)"]
+    monkeypatch.setattr(module, "plan", lambda model, x: lambda x: 2 * model(x))
+    assert "other answers" in sparsevd.accelerate(nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4)).no_plan
+
+
+@built
+def test_random_numbers_in_eval_mode_are_no_other_answer():
+    class Noisy(nn.Sequential):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5, training=True)
+
+    fast = sparsevd.accelerate(pruned(Noisy(nn.Linear(9, 8)), 0.5), torch.randn(2, 9))
+    assert fast.chosen == "layer by layer"
 
 
 def test_what_follows_a_layer():

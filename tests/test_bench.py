@@ -45,6 +45,29 @@ def test_inputs_may_be_whole_numbers():
     assert "torch" in [m.way for m in report.measurements]
 
 
+class Tokens(nn.Module):
+    """Reads token numbers and returns a dict of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        read = self.words(tokens).mean(1)
+        return {"logits": self.head(read), "read": read}
+
+
+def test_tokens_in_and_dicts_out():
+    model = pruned(Tokens(), 0.5)
+    example = torch.randint(0, 7, (2, 5))
+    report = bench.bench(model, example, batches=(1, 3), threads=(1,), compiler=False)
+    assert {m.way for m in report.measurements} >= {"torch", "accelerate"}
+    assert all(m.difference < 1e-5 for m in report.measurements)
+    assert "plan" in report.missing
+    with pytest.raises(ArgumentError, match="at least one input"):
+        bench.bench(model, example[:0], batches=(1,), threads=(1,), compiler=False)
+
+
 def test_timings_are_taken_in_turns():
     order = []
     one, two = timing.timings([lambda: order.append(1), lambda: order.append(2)], turns=3, slice_of=1e-9)
@@ -67,4 +90,10 @@ def test_commands(tmp_path):
     shown = CliRunner().invoke(app, ["export", str(file), *named, "--to", "c", "-o", str(tmp_path / "lenet.c")])
     assert shown.exit_code == 0, shown.output
     assert "lenet.h" in shown.output
+    wrong = ["export", str(file), *named, "--to", "c", "-o", str(tmp_path / "no.c"), "--sparse-initializers"]
+    shown = CliRunner().invoke(app, wrong)
+    assert isinstance(shown.exception, ArgumentError)
+    assert "is for --to onnx" in str(shown.exception)
+    assert not (tmp_path / "no.c").exists()
+    assert "one self-contained C file" in " ".join(CliRunner().invoke(app, ["export", "--help"]).output.split())
     assert (tmp_path / "lenet.c").exists()

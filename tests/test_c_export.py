@@ -332,3 +332,17 @@ def test_numbers_at_the_edge_of_float(tmp_path):
     source, _ = export_c(model, torch.full((1, 4), 0.25), tmp_path / "net.c")
     run("cc", *FLAGS, "-DNET_SELF_TEST", source, "-o", tmp_path / "program")
     assert "largest difference" in run(tmp_path / "program")
+
+
+def test_what_a_c_file_needs_is_said_of_a_c_file(tmp_path):
+    class Two(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y + 1
+
+    for model, words in ((Two(3, 2), "a C file has one input and one output, and this network 1 and 2"),
+                         (nn.Sequential(nn.Linear(3, 2), nn.GELU()), "operations of a C file")):  # fmt: skip
+        with pytest.raises(GraphError, match=words) as error:
+            sparsevd.export_c(model.eval(), torch.randn(1, 3), tmp_path / "net.c")
+        assert "plan" not in str(error.value)
+        assert "accelerate" not in str(error.value)

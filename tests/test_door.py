@@ -1,20 +1,26 @@
 """Nothing unchecked reaches C: what does not fit is refused, or takes torch's own way with torch's own answer."""
 
 import ast
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import sparsevd
+from networks import pruned
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
 from sparsevd.kernels.coder import NativeCoder
 from sparsevd.kernels.inference import Geometry, SparseProduct
+from sparsevd.runtime import acceleration, timing
+from sparsevd.runtime.layers import InferenceLayer
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 PACKAGE = Path(sparsevd.__file__).parent
@@ -340,3 +346,62 @@ def test_only_this_package_calls_c():
         if path.parent.name != "kernels" and ("ctypes" in names or any(n.startswith("sparsevd_") for n in names)):
             elsewhere.append(path.relative_to(PACKAGE).as_posix())
     assert elsewhere == ["runs/benchmark.py"]
+
+
+def looked_at(x, v):
+    """Each way in which torch does more with a network than compute it: its name, and what it makes of the network."""
+
+    def dual(network):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(network(forward_ad.make_dual(x, v))).tangent
+
+    return {
+        "jit.trace": lambda network: torch.jit.trace(network, x, check_trace=False)(2 * x),
+        "jvp": lambda network: torch.func.jvp(network, (x,), (v,))[1],
+        "forward_ad": dual,
+        "vmap": lambda network: torch.vmap(network, randomness="same")(x),
+        "func.grad": lambda network: torch.func.grad(lambda z: network(z).sum())(x),
+        "make_fx": lambda network: make_fx(network)(x)(2 * x),
+    }
+
+
+@built
+@pytest.mark.parametrize("way", [*looked_at(None, None)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_torch_sees_what_the_network_does(way, monkeypatch):
+    """Kernels leave no trace and carry no tangents: whoever asks for them gets torch's own operations."""
+    torch.manual_seed(0)
+    model = pruned(nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 4)), 0.5)
+    x, v = torch.randn(3, 40), torch.randn(3, 40)
+    look = looked_at(x, v)[way]
+    monkeypatch.setattr(acceleration, "timings", last_is_fastest)
+    fast = sparsevd.accelerate(model, x)
+    assert fast.plan is not None
+    assert {layer.way for layer in fast.modules() if isinstance(layer, InferenceLayer)} == {"sparse"}
+    with torch.set_grad_enabled(way == "func.grad"):
+        expected = look(model)
+        torch.testing.assert_close(look(fast), expected)
+        torch.testing.assert_close(look(fast.model), expected)
+    with pytest.raises(ArgumentError, match="plan"):
+        look(lambda z: fast.plan(z))
+
+
+@built
+def test_training_layers_under_torch_func():
+    torch.manual_seed(0)
+    layer = sparsevd.sparsify(nn.Linear(6, 5), initial_log_sigma2=-40.0).train()
+    x, v = torch.randn(4, 6), torch.randn(4, 6)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    close(torch.func.jvp(layer, (x,), (v,))[1], v @ layer.weight.T)
+    close(torch.vmap(layer, randomness="different")(x), x @ layer.weight.T + layer.bias)
+    with forward_ad.dual_level():
+        close(forward_ad.unpack_dual(layer(forward_ad.make_dual(x, v))).tangent, v @ layer.weight.T)
+    values = dict(layer.named_parameters())
+    found = torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).sum())(values)
+    close(found["weight"], x.sum(0).expand(5, 6))
+
+
+def last_is_fastest(calls, **_):
+    for call in calls:
+        call()
+    return [timing.Timing(1 / i, 1 / i, 1 / i) for i in range(1, len(calls) + 1)]

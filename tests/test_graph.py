@@ -1,5 +1,6 @@
 """The graph of a network: it computes what the network computes, survives plain data, and refuses what it must."""
 
+import itertools
 import json
 import math
 import random
@@ -361,3 +362,28 @@ def test_no_run_takes_more_than_its_footprint(captured):
                 alive += event.nbytes()
                 most = max(most, alive)
         assert 0 < most <= footprint(graph), name
+
+
+class Stepping(nn.Module):
+    """Gives other small numbers each time it is called, as torch.export cannot see."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.layer = itertools.count(1), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x) * (1e-7 * next(self.calls))
+
+
+def test_small_outputs_are_compared_by_their_own_size():
+    with pytest.raises(GraphError, match="differs from the network"):
+        capture(Stepping(), torch.randn(2, 3))
+    tiny = nn.Linear(3, 2)
+    with torch.no_grad():
+        tiny.weight *= 1e-7
+        tiny.bias *= 1e-7
+    assert len(capture(tiny, torch.randn(2, 3)).outputs) == 1
+    nothing = nn.Linear(3, 2)
+    nn.init.zeros_(nothing.weight)
+    nn.init.zeros_(nothing.bias)
+    assert len(capture(nothing, torch.randn(2, 3)).outputs) == 1

@@ -11,6 +11,7 @@ import sparsevd
 from sparsevd import kernels
 from sparsevd.errors import ExportError, GraphError
 from sparsevd.graph import Graph, capture, to_module
+from sparsevd.graph.outputs import difference
 
 built = pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -180,3 +181,14 @@ def test_keys_are_never_code():
     key = "'}; raise SystemExit #"
     graph = Graph.from_dict({**capture(*named("dict")).as_dict(), "keys": [key]}, capture(*named("dict")).constants)
     assert list(to_module(graph)(torch.randn(1, 6))) == [key]
+
+
+def test_the_difference_of_outputs_is_relative_and_sees_nan_and_structure():
+    one, nan, infinite = torch.tensor([1.0, 4.0]), torch.tensor([float("nan"), 4.0]), torch.tensor([1.0, float("inf")])
+    assert difference(one, one) == difference(nan, nan) == difference(infinite, infinite) == 0
+    assert difference(one * 1e-9, one * 2e-9) == pytest.approx(0.5)
+    assert difference({"a": one, "b": one}, {"a": one, "b": one * 2}) == pytest.approx(0.5)
+    assert difference(nan, one) == difference(one, nan) == difference(one, infinite) == float("inf")
+    assert difference(one, (one, one)) == difference(one, {"a": one}) == difference(one, one[:1]) == float("inf")
+    assert difference(one + 1e-6, torch.zeros(2)) == pytest.approx(4, rel=1e-3)  # nothing to be relative to
+    assert difference(torch.empty(0), torch.empty(0)) == 0

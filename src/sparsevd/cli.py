@@ -19,6 +19,7 @@ from sparsevd.runs.comparison import CompareConfig
 from sparsevd.runs.compression import CompressConfig
 from sparsevd.runs.run import FILES, HELD_OUT, Run
 from sparsevd.runs.training_run import RunConfig
+from sparsevd.runtime import targets
 from sparsevd.training import recipes
 from sparsevd.training.budget import Budget
 
@@ -127,11 +128,14 @@ def prune(
     print(f"written to {output}")
 
 
+_FORMATS = ", ".join(f"{name} ({each.about})" for name, each in targets.TARGETS.items())
+
+
 @app.command(epilog="Example: sparsevd export runs/demo --to onnx -o lenet.onnx --sparse-initializers")
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")],
-    to: Annotated[str, typer.Option(help="The format: onnx, or c for one self-contained C file.")] = "onnx",
+    to: Annotated[str, typer.Option(help=f"The format: {_FORMATS}.")] = "onnx",
     smaller: Annotated[bool, typer.Option("--compact", help="Remove dead units first.")] = False,
     sparse_initializers: Annotated[
         bool, typer.Option("--sparse-initializers", help="ONNX: store mostly-zero tensors as sparse ones.")
@@ -142,23 +146,15 @@ def export(
 ) -> None:
     """Write the pruned network in another format, checked against the network itself."""
     from sparsevd.graph.compaction import compact
-    from sparsevd.runtime.onnx import export_onnx
 
-    if to not in ("onnx", "c"):
-        raise ArgumentError(f"--to {to}: there are onnx and c")
+    options = {"sparse_initializers": sparse_initializers}
+    target = targets.target(to, options)
     restored = Run(checkpoint, model=model, input_shape=_sizes(input_shape)).network(threshold)
     network = restored.network
     if smaller:
         network = compact(restored.graph or network, restored.example)
         print(network.compaction)
-    if to == "c":
-        from sparsevd.runtime.c_export import export_c
-
-        written = export_c(network, restored.example, output)
-        print(f"written to {' and '.join(map(str, written))}; the C file says how to build and test it")
-        return
-    export_onnx(network, restored.example, output, sparse_initializers=sparse_initializers)
-    print(f"written to {output}: {output.stat().st_size:,} bytes, outputs equal in onnxruntime")
+    print(targets.export(target, network, restored.example, output, options))
 
 
 @app.command(epilog="Example: sparsevd compress runs/demo -o lenet.spvd --max-error-increase 0.05")

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import GraphError
 
 Output = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 _Part = TypeVar("_Part")
+INFINITY = float("inf")
 
 
 def parts(output: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
@@ -44,6 +46,41 @@ def returned(keys: tuple[str, ...], values: tuple[_Part, ...]) -> _Part | tuple[
     if keys:
         return dict(zip(keys, values, strict=True))
     return values[0] if len(values) == 1 else values
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors in whatever a network returns, also where it is nothing that `parts` knows."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    elif dataclasses.is_dataclass(output):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return [tensor for each in output for tensor in tensors_in(each)] if isinstance(output, tuple | list) else []
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest difference between two outputs, each tensor's relative to the largest number of theirs.
+
+    Where all of theirs is zero it is absolute. What is NaN or infinite in both is no difference, in one an infinite
+    one; so is another structure. What has no numbers is not compared.
+    """
+    (our_keys, our_tensors), (their_keys, their_tensors) = parts(ours), parts(theirs)
+    if our_keys != their_keys or len(our_tensors) != len(their_tensors):
+        return INFINITY
+    return max(map(_tensors_differ, our_tensors, their_tensors))
+
+
+def _tensors_differ(ours: Tensor, theirs: Tensor) -> float:
+    if ours.shape != theirs.shape:
+        return INFINITY
+    if theirs.is_meta or ours.is_meta or not theirs.numel():
+        return 0.0
+    wide = torch.complex128 if theirs.is_complex() else torch.float64
+    a, b = ours.detach().cpu().to(wide), theirs.detach().cpu().to(wide)  # not every device has doubles
+    gaps = (a - b).abs().nan_to_num(nan=INFINITY, posinf=INFINITY).masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
+    largest = b.abs().nan_to_num(nan=0, posinf=0).max().item()
+    return gaps.max().item() / (largest or 1.0)
 
 
 @dataclasses.dataclass

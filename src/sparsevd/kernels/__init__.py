@@ -3,11 +3,10 @@ passed `door`.
 
 `training` has the fused kernels of training, `inference` and `program` sparse layers and networks, `coder` the model
 file's coder. All but the last work on dense float32 tensors on the CPU; `can_take` says which. For everything else
-callers have torch's way: no compiler at installation, another device, another type. Also under torch.compile and
-torch.export, since the compiler fuses those operations by itself.
+callers have torch's way: no compiler at installation, another device, another type. Also under torch.compile,
+torch.export, torch.jit.trace and torch.func, which see torch's operations only.
 """
 
-import torch
 from torch import Tensor
 
 from sparsevd.kernels import door
@@ -56,7 +55,7 @@ def available() -> bool:
 
 def can_take(*tensors: Tensor) -> bool:
     """Whether the kernels can take these: float32 numbers in the memory of this machine, one after the other."""
-    return not torch.compiler.is_compiling() and available() and all(map(door.suits, tensors))
+    return not door.looked_on() and available() and all(map(door.suits, tensors))
 
 
 def can_take_pair(theta: Tensor, log_sigma2: Tensor) -> bool:

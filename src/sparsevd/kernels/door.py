@@ -9,11 +9,24 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsevd.errors import ArgumentError
 
 INT32 = 2**31  # what a size or an offset in C stays below
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def looked_on() -> bool:
+    """Whether torch does more with its operations than compute them: it compiles, traces, maps over an axis (vmap),
+    carries derivatives along (jvp, forward_ad) or hands them to a dispatch mode. It would not see what C does."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def readable(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:

@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, SparseVDError
 from sparsevd.graph import capture
+from sparsevd.graph.outputs import difference, tensors_in
 from sparsevd.reporting.table import table
 from sparsevd.runtime.acceleration import accelerate
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
-from sparsevd.runtime.plan import plan
+from sparsevd.runtime.plan import plan, reason
 from sparsevd.runtime.timing import Timing, timings
 
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def bench(
 
     Args:
         model: a plain torch network, such as `prune` returns.
-        example: an input; its first axis is the batch, which is replaced by those of `batches`.
+        example: an input; its first axis is the batch, which is replaced by those of `batches`. Numbers are made up if
+            it has floating point, and else its rows are repeated, since they stand for tokens.
         compiler: try torch.compile too, which takes its time.
     """
     if min((*batches, *threads), default=0) < 1:
@@ -92,12 +95,9 @@ def bench(
             for count in threads:
                 torch.set_num_threads(count)
                 for batch in batches:
-                    x = torch.randn((batch, *example.shape[1:]), generator=torch.Generator().manual_seed(0))
-                    if not example.is_floating_point():  # which numbers it takes is not known, but for these
-                        x = example[:1].repeat(batch, *[1] * (example.ndim - 1))
+                    x = _batch_of(example, batch)
                     ways = dict(_ways(model, x, count, Path(folder), compiler, missing))
                     expected = ways["torch"]()
-                    largest = float(expected.abs().max()) or 1.0
                     measured = timings(list(ways.values()))
                     found += [
                         Measurement(
@@ -106,13 +106,28 @@ def bench(
                             count,
                             timing,
                             measured[0].median / timing.median,
-                            float((call() - expected).abs().max()) / largest,
+                            _difference(call(), expected),
                         )
                         for (way, call), timing in zip(ways.items(), measured, strict=True)
                     ]
     finally:
         torch.set_num_threads(before)
     return Report(tuple(found), missing)
+
+
+def _batch_of(example: Tensor, batch: int) -> Tensor:
+    """As many inputs of the example's shape and type: random numbers, or its own rows where they are no fractions."""
+    if not len(example):
+        raise ArgumentError("the example must hold at least one input")
+    if example.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn((batch, *example.shape[1:]), generator=generator).to(example.dtype)
+    return example[torch.arange(batch) % len(example)]
+
+
+def _difference(ours: Any, theirs: Any) -> float:
+    """By their tensors in turn: ONNX Runtime and C know no dicts."""
+    return difference(tuple(tensors_in(ours)), tuple(tensors_in(theirs)))
 
 
 def _ways(
@@ -144,7 +159,7 @@ def _noted(missing: dict[str, str], way: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except (SparseVDError, ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        missing[way] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        missing[way] = reason(error)
 
 
 def _onnxruntime(model: nn.Module, x: Tensor, threads: int, folder: Path) -> Call:
@@ -157,7 +172,7 @@ def _onnxruntime(model: nn.Module, x: Tensor, threads: int, folder: Path) -> Cal
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     name, array = session.get_inputs()[0].name, x.numpy()
-    return lambda: torch.from_numpy(session.run(None, {name: array})[0])
+    return lambda: tuple(map(torch.from_numpy, session.run(None, {name: array})))
 
 
 def _exported_c(model: nn.Module, x: Tensor, folder: Path) -> Call:

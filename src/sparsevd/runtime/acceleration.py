@@ -4,21 +4,23 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, ConversionError
+from sparsevd.graph.outputs import difference, tensors_in
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table as text_table
-from sparsevd.runtime.folding import Followers, channel_norm, followers
+from sparsevd.runtime.folding import Followers, arguments_of, channel_norm, followers
 from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, ways
-from sparsevd.runtime.plan import Plan, plan
+from sparsevd.runtime.plan import Plan, plan, reason
 from sparsevd.runtime.timing import timings
 
 WORTH = 0.97  # a layer stays dense unless the sparse way takes at most this part of the time
+TOLERANCE = 1e-4  # by which answers may differ, of the largest output
 HOPELESS = 2.0  # times as long as dense: a plan of layers that are so slow when sparse is not tried
 
 DENSE, LAYERS, PLAN = "as it was", "layer by layer", "as one plan"
@@ -40,7 +42,10 @@ class Accelerated(nn.Module):
     """A network that takes its fastest way; call it as the network it was made from. For inference only.
 
     It is a snapshot: weights and biases were copied when it was made, and what later becomes of the network it was made
-    from does not change it. To have it follow, call `accelerate` again.
+    from does not change it. To have it follow, call `accelerate` again. A plan has its own copy of the weights: loading
+    others, into this or into a module of `model`, and moving it or giving it another type give up the plan. Changing
+    tensors of `model` in place does not, and neither do hooks on its modules, which a plan does not call; hooks on the
+    accelerated network itself are called.
 
     `measured` has the seconds of each way, `chosen` the way taken, `no_plan` the reason if the whole network is not one
     plan; `choices` what was measured layer by layer, `left_alone` what was not touched and why. Printing it shows all.
@@ -63,7 +68,8 @@ class Accelerated(nn.Module):
         self.measured, self.no_plan = measured, no_plan
         self.choices, self.left_alone = choices, left_alone
         self.training = False
-        self.register_load_state_dict_post_hook(_plan_is_of_other_weights)  # type: ignore[no-untyped-call]
+        for module in self.modules():  # weights can be loaded through any of them
+            module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
 
     @property
     def chosen(self) -> str:
@@ -96,9 +102,19 @@ class Accelerated(nn.Module):
         return self
 
     def _apply(self, *arguments: Any, **options: Any) -> "Accelerated":
-        """`double`, `to` and their kin change the model; a plan is float32 on the CPU for good."""
-        self._forget_plan("the network was moved or got another type")
-        return cast(Accelerated, super()._apply(*arguments, **options))  # type: ignore[no-untyped-call]
+        """`double`, `to` and their kin change the model, unless all is so already; a plan is float32 on the CPU for
+        good."""
+        before = [tensor.detach() for tensor in self._tensors()]
+        result = cast(Accelerated, super()._apply(*arguments, **options))  # type: ignore[no-untyped-call]
+        if not all(map(_same, before, self._tensors())):
+            self._forget_plan("the network was moved or got another type")
+        return result
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.parameters(), *self.buffers()]
+
+    def _loaded(self, module: nn.Module, _: object) -> None:
+        self._forget_plan("other weights were loaded")
 
     def _forget_plan(self, reason: str) -> None:
         if self.plan is not None:
@@ -116,8 +132,9 @@ class Accelerated(nn.Module):
         return table(self)
 
 
-def _plan_is_of_other_weights(network: Accelerated, _: object) -> None:
-    network._forget_plan("other weights were loaded")
+def _same(before: Tensor, after: Tensor) -> bool:
+    alike = before.device == after.device and before.dtype == after.dtype
+    return alike and not after.is_meta and torch.equal(before, after)
 
 
 @torch.no_grad()
@@ -132,6 +149,9 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     batch norm folded in where that is exact; and as it was. The example should have the batch size of later use; other
     inputs work too. Without the compiled kernels Linear layers take torch's CSR product where that is faster.
 
+    A way that answers the example otherwise than the network is not taken. What a forward puts aside between a layer
+    and the batch norm or ReLU that is folded into it (`self.last = h`) is what comes after these.
+
     Args:
         model: a plain torch network, such as `prune` returns; it is copied.
         example: an input, a tuple of positional arguments, or a dict of named ones.
@@ -139,8 +159,7 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     if is_noisy(model):
         raise ConversionError("the model still has Sparse VD layers; give sparsevd.prune(model) to accelerate")
     original = copy.deepcopy(model).eval()
-    layered, choices, left_alone = _layer_by_layer(copy.deepcopy(original), example)
-    off_path = leave_fast_paths(layered, lambda module: isinstance(module, InferenceLayer))
+    layered, choices, left_alone, off_path = _checked_layers(original, example)
     whole, no_plan = _whole(original, example, choices)
     candidates: dict[str, Callable[..., Any]] = {DENSE: original, LAYERS: layered}
     if whole is not None:
@@ -153,8 +172,8 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
             left_alone[name or "(model)"] = reason
     else:
         spent_so = f"{_time(measured[LAYERS])} instead of {_time(measured[DENSE])} as it was"
-        left_alone["(model)"] = f"layer by layer all of it takes {spent_so}"
-        layered, choices = original, [replace(choice, choice="dense", folded=()) for choice in choices]
+        left_alone.setdefault("(model)", f"layer by layer all of it takes {spent_so}")
+        layered, choices = original, _all_dense(choices)
     if min(measured, key=measured.__getitem__) != PLAN:
         whole = None
     return Accelerated(layered, whole, measured, no_plan, tuple(choices), left_alone)
@@ -175,12 +194,52 @@ def _whole(model: nn.Module, example: Any, choices: list[LayerChoice]) -> tuple[
     if not issubclass(returned, Tensor) and returned is not dict:
         return None, f"the network returns a {returned.__name__}, and a plan a tensor or a dict"
     try:
-        return plan(model, x), ""
+        whole = plan(model, x)
+        return (whole, "") if _agree(whole, model, example) else (None, "it gives other answers to the example")
     except Exception as error:  # whatever a model does while being captured: its layers one by one still work
-        return None, (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return None, reason(error)
 
 
-def _layer_by_layer(model: nn.Module, example: Any) -> tuple[nn.Module, list[LayerChoice], dict[str, str]]:
+class Layered(NamedTuple):
+    """A network layer by layer: what was measured, what was left alone and why, and what is off its fused path."""
+
+    model: nn.Module
+    choices: list[LayerChoice]
+    left_alone: dict[str, str]
+    off_path: dict[str, nn.Module]
+
+
+def _checked_layers(original: nn.Module, example: Any) -> Layered:
+    """A copy layer by layer that answers the example as the original does: if it must be, with less done to it."""
+    layered = _layer_by_layer(copy.deepcopy(original), example)
+    if _agree(layered.model, original, example):
+        return layered
+    if any(choice.folded for choice in layered.choices):
+        layered = _layer_by_layer(copy.deepcopy(original), example, folding=False)
+        layered.left_alone["batch norm and activations"] = "not folded, because the example then gets other answers"
+        if _agree(layered.model, original, example):
+            return layered
+    layered.left_alone["(model)"] = "layer by layer the example gets other answers, so it stays as it was"
+    return Layered(copy.deepcopy(original), _all_dense(layered.choices), layered.left_alone, {})
+
+
+def _agree(ours: Callable[..., Any], original: nn.Module, example: Any) -> bool:
+    """Whether both give the same to the example, with the same random numbers if they use any."""
+    answers = []
+    for candidate in (ours, original):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            answers.append(tensors_in(_bound(candidate, example)()))
+    return [a.shape for a in answers[0]] == [b.shape for b in answers[1]] and all(
+        difference(a, b) <= TOLERANCE for a, b in zip(*answers, strict=True)
+    )
+
+
+def _all_dense(choices: list[LayerChoice]) -> list[LayerChoice]:
+    return [replace(choice, choice="dense", folded=()) for choice in choices]
+
+
+def _layer_by_layer(model: nn.Module, example: Any, *, folding: bool = True) -> Layered:
     """The model with its layers swapped where that is faster; what was measured; and what was left alone, and why."""
     shapes = _input_shapes(model, example)
     left_alone = {name: why for name, module in model.named_modules() if (why := _why_not(module, name in shapes))}
@@ -189,7 +248,7 @@ def _layer_by_layer(model: nn.Module, example: Any) -> tuple[nn.Module, list[Lay
             f"nothing to accelerate in {type(model).__name__}: the example reaches no Linear, Conv1d or Conv2d layer"
             + "".join(f"\nleft alone: {name}: {reason}" for name, reason in left_alone.items())
         )
-    after, why_not_folded = followers(model)
+    after, why_not_folded = followers(model, example) if folding else ({}, "")
     if why_not_folded:
         left_alone["batch norm"] = why_not_folded
     choices: list[LayerChoice] = []
@@ -199,7 +258,10 @@ def _layer_by_layer(model: nn.Module, example: Any) -> tuple[nn.Module, list[Lay
             choice, replacements = _fastest(name, module, model, shapes[name], after.get(name, Followers()))
             choices.append(choice)
             swaps |= replacements
-    return swap(model, swaps), choices, left_alone
+    model = swap(model, swaps)
+    return Layered(
+        model, choices, left_alone, leave_fast_paths(model, lambda module: isinstance(module, InferenceLayer))
+    )
 
 
 def _fastest(
@@ -226,10 +288,8 @@ def _fastest(
 
 
 def _bound(model: Callable[..., Any], example: Any) -> Callable[[], Any]:
-    if isinstance(example, Mapping):
-        return lambda: model(**example)
-    arguments = tuple(example) if isinstance(example, tuple | list) else (example,)
-    return lambda: model(*arguments)
+    arguments, named = arguments_of(example)
+    return lambda: model(*arguments, **named)
 
 
 def _input_shapes(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:

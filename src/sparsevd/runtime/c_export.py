@@ -21,7 +21,7 @@ from sparsevd.graph.outputs import parts
 from sparsevd.kernels import inference
 from sparsevd.kernels.steps import Affine, Network, Pool, Product, Repack, Value, Window, nonzeros_of
 from sparsevd.runtime import c_names
-from sparsevd.runtime.lowering import network
+from sparsevd.runtime.lowering import C_FILE, network
 
 SOURCES = Path(inference.__file__).parent
 TOLERANCE = 1e-4  # of the self-test, relative to the largest output
@@ -127,7 +127,7 @@ def export_c(model: nn.Module | Graph, example: Tensor, path: str | Path) -> tup
     source = Path(path)
     name = _function_name(source)
     graph = capture(model, example)
-    net = network(graph)
+    net = network(graph, C_FILE)
     if not net.input.numbers or not net.output.numbers:
         raise GraphError(f"a network from {net.input.numbers} to {net.output.numbers} numbers has nothing to compute")
     image, expected = _test_case(graph, example)

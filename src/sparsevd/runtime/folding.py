@@ -1,9 +1,13 @@
 """What directly follows a layer and can be computed inside it: batch norm in eval mode, and a clamping activation."""
 
+import inspect
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from sparsevd.graph.norms import ChannelNorm
 from sparsevd.runtime.layers import INFINITY, LAYER_TYPES, UNBOUNDED
@@ -31,13 +35,16 @@ def clamp_bounds(module: nn.Module) -> tuple[float, float] | None:
     return None
 
 
-def followers(model: nn.Module) -> tuple[dict[str, Followers], str]:
+def followers(model: nn.Module, example: Any = ()) -> tuple[dict[str, Followers], str]:
     """For each layer what can be folded into it; and if the model cannot be traced, why nothing can.
 
-    Only a trace shows that nothing else reads a layer's output. What is called twice stays as it is.
+    Only a trace shows that nothing else reads a layer's output. Arguments that the example leaves out, or that hold no
+    tensor, have in the trace the values that they have in the call. What is called twice stays as it is.
     """
     try:
-        graph = fx.Tracer().trace(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.fx would check values that it cannot
+            graph = fx.Tracer().trace(model, concrete_args=_fixed_arguments(model, example))
     except Exception as error:  # whatever a model does while being traced
         has_norms = any(type(module) in NORM_TYPES for module in model.modules())
         reason = f"not folded, because torch.fx cannot trace the model ({type(error).__name__}: {error})"
@@ -79,6 +86,28 @@ def followers(model: nn.Module) -> tuple[dict[str, Followers], str]:
     # Modules have several names where they are shared; layers go by the first.
     first = {module: name for name, module in model.named_modules()}
     return {first[model.get_submodule(name)]: after for name, after in found.items()}, ""
+
+
+def _fixed_arguments(model: nn.Module, example: Any) -> dict[str, Any]:
+    """The arguments without tensors in a call of the model with this example, by name; defaults are among them."""
+    positional, named = arguments_of(example)
+    signature = inspect.signature(model.forward)
+    call = signature.bind_partial(*positional, **named)
+    call.apply_defaults()
+    several = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return {
+        name: value
+        for name, value in call.arguments.items()
+        if signature.parameters[name].kind not in several
+        and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    }
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and named arguments: a dict has the named ones, a tuple or list several."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
 def _watched(module: nn.Module) -> bool:

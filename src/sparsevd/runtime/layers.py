@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.kernels import lanes
+from sparsevd.kernels import door, lanes
 from sparsevd.kernels.inference import GROUP_LIMIT, Geometry, SparseProduct
 
 LAYER_TYPES: dict[type[nn.Module], int] = {nn.Linear: 0, nn.Conv1d: 1, nn.Conv2d: 2}  # and how many axes an image has
@@ -27,8 +27,9 @@ class InferenceLayer(nn.Module):
     """clamp(Wx + b, low, high), by the sparse kernel for groups of `images`, or densely where that is None.
 
     Takes what the layer it stands for takes. What the kernels cannot do (another type or device, gradients,
-    torch.compile) is done densely, so the answers are always there. Weight and bias are copies, made when the layer
-    is: torch's own operations on them in place are noticed, writing past torch (`.data`, numpy) is not.
+    torch.compile, torch.jit.trace, torch.func) is done densely, so the answers are always there. Weight and bias are
+    copies, made when the layer is: torch's own operations on them in place are noticed, writing past torch (`.data`,
+    numpy) is not.
     """
 
     weight: Tensor
@@ -178,14 +179,14 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 
 def plain(x: Tensor) -> bool:
-    """Whether the kernels take this: float32 on the CPU, of which nobody wants gradients or another type."""
+    """Whether the kernels take this: float32 on the CPU, of which nobody wants gradients, a trace or another type."""
     return (
-        not torch.compiler.is_compiling()
-        and (type(x) is Tensor or type(x) is nn.Parameter)
+        (type(x) is Tensor or type(x) is nn.Parameter)
         and x.dtype is torch.float32
         and x.is_cpu
         and not (x.requires_grad and torch.is_grad_enabled())
         and not torch.is_autocast_enabled("cpu")
+        and not door.looked_on()
     )
 
 

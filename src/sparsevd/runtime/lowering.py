@@ -8,6 +8,7 @@ are folded into the layer before them; flattening only renames.
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn, cast
 
 import torch
@@ -22,18 +23,28 @@ from sparsevd.kernels.steps import Add, Affine, AveragePool, MaxPool, Network, P
 INFINITY = float("inf")
 
 
-def network(graph: Graph) -> Network:
+@dataclass(frozen=True)
+class Purpose:
+    """What the steps are for, and what there is for networks that it is not for: the words of refusals."""
+
+    name: str
+    instead: str
+
+
+PLAN = Purpose("a plan", "use sparsevd.accelerate, which takes any network")
+C_FILE = Purpose("a C file", "sparsevd.export_onnx takes any network")
+
+
+def network(graph: Graph, purpose: Purpose = PLAN) -> Network:
     """The steps of a graph; what is not among the known operations is refused by name."""
     if graph.device.type != "cpu":
-        raise GraphError(
-            f"a plan and a C file are made on the CPU, and the network is on {graph.device}; move it there"
-        )
-    return _Builder(fold_batch_norms(graph, copying=True)).build()
+        raise GraphError(f"{purpose.name} is made on the CPU, and the network is on {graph.device}; move it there")
+    return _Builder(fold_batch_norms(graph, copying=True), purpose).build()
 
 
 class _Builder:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, purpose: Purpose) -> None:
+        self.graph, self.purpose = graph, purpose
         self.readers: dict[str, list[Node]] = defaultdict(list)
         for node in graph.nodes:
             for name in node.inputs:
@@ -45,7 +56,10 @@ class _Builder:
 
     def build(self) -> Network:
         if len(self.graph.inputs) != 1 or len(self.graph.outputs) != 1:
-            raise GraphError("a plan takes one input and returns one output; use sparsevd.accelerate for this network")
+            raise GraphError(
+                f"{self.purpose.name} has one input and one output, and this network {len(self.graph.inputs)} and "
+                f"{len(self.graph.outputs)}. Wrap it in a module with one of each, or {self.purpose.instead}"
+            )
         (output,) = self.graph.outputs
         for node in self.graph.nodes:
             if node.name not in self.done:
@@ -60,15 +74,15 @@ class _Builder:
 
     def refuse(self, node: Node) -> NoReturn:
         raise GraphError(
-            f"{node.op} {node.name!r} is not among the operations of a plan ({', '.join(_RULES)}), or not in this "
-            "form; use sparsevd.accelerate, which takes any network"
+            f"{node.op} {node.name!r} is not among the operations of {self.purpose.name}, or not in this form. "
+            f"There are {', '.join(_RULES)}; {self.purpose.instead}"
         )
 
     # ---- one method per operation ----
 
     def input(self, node: Node) -> None:
         if node.word("dtype") != "float32":
-            raise GraphError(f"a plan takes float32, and input {node.name!r} is {node.word('dtype')}")
+            raise GraphError(f"{self.purpose.name} takes float32, and input {node.name!r} is {node.word('dtype')}")
         self.values[node.name] = self._new(node)
 
     def linear(self, node: Node) -> None:

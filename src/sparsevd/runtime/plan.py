@@ -11,14 +11,20 @@ from torch import Tensor, nn
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.graph import Graph, capture
-from sparsevd.kernels import BEST
+from sparsevd.kernels import BEST, door
 from sparsevd.kernels.program import Program
 from sparsevd.runtime.layers import group_choices, grouped, plain
 from sparsevd.runtime.lowering import network
 from sparsevd.runtime.timing import timings
 
 _SHAPES_KEPT = 64  # that a plan stays ready for
-NOT_BUILT = "a plan needs the compiled kernels; install with a C compiler, or use sparsevd.accelerate"
+NOT_BUILT = "a plan needs the compiled kernels. Install with a C compiler, or use sparsevd.accelerate"
+
+
+def reason(error: Exception) -> str:
+    """Why something is not possible, without the rest of the message: what else there is."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0]
 
 
 class Plan:
@@ -45,7 +51,7 @@ class Plan:
     def __call__(self, x: Tensor) -> Any:
         ready = self._ready.get(x.shape) or self._made_ready(x.shape)
         wanted = x.dtype is torch.float32 and x.is_cpu and not (x.requires_grad and torch.is_grad_enabled())
-        if ready is None or not wanted:
+        if ready is None or not wanted or door.looked_on():
             raise ArgumentError(self._why_not(x))
         answer = ready.program(x, ready.out_shape)
         return {self.keys[0]: answer} if self.keys else answer
@@ -78,6 +84,8 @@ class Plan:
             return NOT_BUILT
         if not x.shape or tuple(x.shape[1:]) != self.input_shape:
             return f"the plan takes [batch, {', '.join(map(str, self.input_shape))}], not {tuple(x.shape)}"
+        if door.looked_on():
+            return "a plan is one call into C, which torch cannot compile, trace, map or differentiate"
         return f"a plan takes float32 on the CPU without gradients, not {x.dtype} on {x.device}"
 
     def __getstate__(self) -> dict[str, Any]:
