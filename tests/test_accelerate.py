@@ -536,3 +536,11 @@ def test_documentation_runs(monkeypatch, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "inference.md", "exec"), {})
     assert (tmp_path / "lenet.h").exists()
+
+
+def test_weights_that_are_computed_are_named_before_anything_is_copied():
+    model = nn.Sequential(nn.Linear(5, 4))
+    torch.nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+    model(torch.randn(2, 5))
+    with pytest.raises(sparsevd.SparseVDError, match="cannot be copied; remove what is named"):
+        sparsevd.accelerate(model, torch.randn(2, 5))

@@ -159,7 +159,7 @@ def sparsify(
             + "".join(f"\n{line}" for line in conversion.remarks())
         )
     if not inplace:
-        model = _copied(model)
+        model = copied(model)
     logger.info("%s", conversion)
     if remarks := conversion.remarks():
         warnings.warn("\n".join(remarks), SparseVDWarning, stacklevel=2)
@@ -220,7 +220,7 @@ def prune(
     elif budget is not None:
         threshold = budget.threshold_of(model, data, **how)
     if not inplace:
-        model = _copied(model)
+        model = copied(model)
     required_posteriors(model)  # says so if there are none
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in noisy_modules(model).items():
@@ -264,7 +264,7 @@ def lost_already(model: nn.Module) -> float:
     return sum(int((each.theta == 0).sum()) for each in found) / sum(each.theta.numel() for each in found)
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
     """A copy; torch makes none of a tensor that was computed, as its pruning and the older weight_norm leave them."""
     try:
         return copy.deepcopy(model)

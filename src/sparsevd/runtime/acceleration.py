@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from sparsevd.conversion import copied
 from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.graph.outputs import difference, tensors_in
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
@@ -158,7 +159,7 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     """
     if is_noisy(model):
         raise ConversionError("the model still has Sparse VD layers; give sparsevd.prune(model) to accelerate")
-    original = copy.deepcopy(model).eval()
+    original = copied(model).eval()
     layered, choices, left_alone, off_path = _checked_layers(original, example)
     whole, no_plan = _whole(original, example, choices)
     candidates: dict[str, Callable[..., Any]] = {DENSE: original, LAYERS: layered}
