@@ -93,7 +93,7 @@ def test_commands(tmp_path):
     wrong = ["export", str(file), *named, "--to", "c", "-o", str(tmp_path / "no.c"), "--sparse-initializers"]
     shown = CliRunner().invoke(app, wrong)
     assert isinstance(shown.exception, ArgumentError)
-    assert "is for --to onnx" in str(shown.exception)
+    assert "is for to=onnx" in str(shown.exception)
     assert not (tmp_path / "no.c").exists()
     assert "one self-contained C file" in " ".join(CliRunner().invoke(app, ["export", "--help"]).output.split())
     assert (tmp_path / "lenet.c").exists()

@@ -100,7 +100,7 @@ def test_plan_and_c(kind, tmp_path):
     assert source.read_text() == sparsevd.export_c(bare(model), x, tmp_path / "net.c")[0].read_text()
     several, x = named(kind, several=True)
     for build in (sparsevd.plan, lambda *given: sparsevd.export_c(*given, tmp_path / "net.c")):
-        with pytest.raises(GraphError, match="returns one output"):
+        with pytest.raises(GraphError, match="one output, and this network 1 and 2"):
             build(several, x)
 
 

@@ -226,7 +226,7 @@ def test_mistakes(folder):
         Run(run, model="lenet-5-caffe").network()
     runner = CliRunner()
     for arguments, message in [
-        (["--to", "tflite"], "--to tflite: there are onnx and c"),
+        (["--to", "tflite"], "to=tflite: there are onnx and c"),
         (["--input-shape", "1,28"], "must look like 1x28x28"),
     ]:
         result = runner.invoke(app, ["export", str(run), "-o", "x.onnx", *arguments])

@@ -33,12 +33,12 @@ TARGETS: dict[str, Target] = {
 def target(name: str, options: dict[str, bool]) -> Target:
     """The format of this name, if it has all the options that are asked for."""
     if name not in TARGETS:
-        raise ArgumentError(f"--to {name}: there are {' and '.join(TARGETS)}")
+        raise ArgumentError(f"to={name}: there are {' and '.join(TARGETS)}")
     known = inspect.signature(TARGETS[name].write).parameters
     for option, wanted in options.items():
         if wanted and option not in known:
             having = [other for other, each in TARGETS.items() if option in inspect.signature(each.write).parameters]
-            raise ArgumentError(f"{option}=True is for --to {' and '.join(having)}; --to {name} has no such thing")
+            raise ArgumentError(f"{option}=True is for to={' and '.join(having)}; to={name} has no such thing")
     return TARGETS[name]
 
 
