@@ -206,7 +206,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         load_weights(nn.Linear(3, 2), tmp_path / "f")
 
 
-CONFIG = sparsevd.FitConfig(epochs=3, drop_from=0.3, warm_up_end=0.1, drop_patience=2)
+CONFIG = sparsevd.FitConfig(epochs=3, learning_rate=4e-3, drop_from=0.3, warm_up_end=0.1, drop_patience=2)
 SETTINGS = {**asdict(CONFIG), "n_train": 20}
 DATA = (torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)
 

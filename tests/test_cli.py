@@ -21,10 +21,9 @@ from sparsevd.cli import app
 from sparsevd.cli_options import in_options
 from sparsevd.runs.comparison import CompareConfig
 from sparsevd.runs.compression import CompressConfig
-from sparsevd.runs.sources import split
 from sparsevd.runs.training_run import RunConfig
 from sparsevd.training.checkpoint import Checkpoint
-from sparsevd.training.data import size
+from sparsevd.training.data import size, split
 from sparsevd.training.loop import FitConfig
 
 USER_CODE = """

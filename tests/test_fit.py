@@ -26,7 +26,7 @@ from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import DECAYS
 
 FEW_AND_FAST = sparsevd.FitConfig(epochs=20, learning_rate=2e-2)
-FEW = sparsevd.FitConfig(epochs=4, batch_size=50)
+FEW = sparsevd.FitConfig(epochs=4, batch_size=50, learning_rate=4e-3)
 
 
 def problem(n=500, features=12, relevant=2):

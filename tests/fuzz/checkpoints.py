@@ -31,7 +31,9 @@ from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.schedule import Schedule
 
-CONFIG = FitConfig(epochs=4, batch_size=10, drop_from=0.5, drop_patience=2, warm_up_end=0.25, channels_last=False)
+CONFIG = FitConfig(
+    epochs=4, batch_size=10, learning_rate=4e-3, drop_from=0.5, drop_patience=2, warm_up_end=0.25, channels_last=False
+)
 N = 30
 
 

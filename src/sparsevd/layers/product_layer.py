@@ -1,5 +1,6 @@
 """Layers whose output is linear in the weight: the noise is drawn per output (local reparametrisation, eq. 17, 18)."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,11 @@ class ProductLayer(SparseLayer):
             if part is None:
                 return sample(linear_map, input, noisy)
             return sample_part(linear_map, input, noisy, part.inputs, part.units, part.size)
+        weight = self.weight if self.threshold == math.inf else self.pruned_weight()
         if part is None:
-            return linear_map.product(input, self.pruned_weight(), self.bias)
+            return linear_map.product(input, weight, self.bias)
         chosen = select(input, linear_map.channel, part.inputs)
-        output = linear_map.product(chosen, self.pruned_weight(), None)
+        output = linear_map.product(chosen, weight, None)
         return spread(output, linear_map.channel, part.units, part.size, self.bias)
 
     def plain(self, threshold: float | None = None) -> nn.Module:

@@ -25,8 +25,7 @@ from sparsevd.modelfile.container import FRAME, Packed
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table
 from sparsevd.runs.run import HELD_OUT, Run
-from sparsevd.runs.sources import split
-from sparsevd.training.data import Data, batches, size
+from sparsevd.training.data import Data, batches, size, split
 from sparsevd.training.evaluation import Evaluation, evaluate
 
 # In units of σ; the search goes up to the first that costs too much.

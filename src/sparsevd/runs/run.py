@@ -40,7 +40,7 @@ from sparsevd.runs.sources import Sources
 from sparsevd.runs.weight_file import WeightFile
 from sparsevd.training.budget import Budget
 from sparsevd.training.checkpoint import check_fit
-from sparsevd.training.data import size
+from sparsevd.training.data import size, split
 from sparsevd.training.folder import CHECKPOINT, METRICS
 
 RUN = "run.json"
@@ -159,7 +159,7 @@ class Run:
         They are those that the same seed and `val_size` hold out in training, if the run held out any.
         """
         data = self.data()
-        _, held_out = sources.split(data.train, min(val_size, size(data.train, "train") // 2), self.seed())
+        _, held_out = split(data.train, min(val_size, size(data.train, "train") // 2), self.seed())
         unseen = self._origin.asked("val_size") if self._origin else 0
         measured = size(held_out, "train")
         whether = "held out in training" if unseen >= measured else "that the run has trained on"

@@ -12,12 +12,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.modes import in_eval_mode
-from sparsevd.training.data import Augmented, Data, batches, checked, size
-from sparsevd.training.inputs import Forward, Inputs, call, changed
+from sparsevd.training.data import Augmented, Data, batches, checked, split
+from sparsevd.training.inputs import Forward, Inputs, call
 from sparsevd.zoo import datasets, models
 
 USUAL_CLASSES = 10  # where neither labels nor a data set say
@@ -84,29 +83,6 @@ def load_data(
 def _classes_of(train: Data) -> int:
     labels = train[1] if isinstance(train, tuple) else None
     return USUAL_CLASSES if labels is None or labels.is_floating_point() else int(labels.max()) + 1
-
-
-def split(train: Data, val_size: int, seed: int) -> tuple[Data, Data]:
-    """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
-    if isinstance(train, DataLoader | IterableDataset):
-        raise ArgumentError(
-            f"examples cannot be held out of a {type(train).__name__}, which has an order of its own; give the "
-            "training data as a Dataset with a length, or as a pair (x, y)"
-        )
-    if val_size < 1:
-        raise ArgumentError(f"val_size={val_size} must be positive: it is a number of examples")
-    n = size(train, "train")
-    if val_size >= n:
-        raise ArgumentError(f"val_size={val_size} out of {n} examples leave nothing to train on")
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    return _part(train, order[val_size:]), _part(train, order[:val_size])
-
-
-def _part(data: Data, where: Tensor) -> Data:
-    if not isinstance(data, tuple):
-        return Subset(cast(Dataset[Any], data), where.tolist())
-    x, y = data
-    return changed(x, lambda tensor: tensor[where]), y[where]
 
 
 def try_one_batch(model: nn.Module, train: Data, described: str, forward: Forward = call) -> Inputs:

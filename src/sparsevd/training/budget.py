@@ -7,7 +7,7 @@ a coarse walk finds the cliff, and bisection its edge.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,9 @@ from sparsevd.posterior import checked_sparsity, noisy_modules, required_posteri
 from sparsevd.training.data import Data
 from sparsevd.training.evaluation import Evaluation, Loss, Metric, evaluate
 from sparsevd.training.inputs import Forward, call
+from sparsevd.training.judge import Judge
 
+LIMITS = ("sparsity", "max_error_increase", "max_loss_increase", "max_metric_decrease", "max_bytes")
 WALK = 8  # steps from what the network has lost already to one weight left
 BISECTIONS = 8  # between the last step that kept to the budget and the first that did not
 
@@ -69,10 +71,9 @@ class Budget:
     reference: nn.Module | float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        limits = ("sparsity", "max_error_increase", "max_loss_increase", "max_metric_decrease", "max_bytes")
-        if all(getattr(self, name) is None for name in limits):
-            raise ArgumentError(f"a budget needs a limit: give {', '.join(limits[:-1])} or {limits[-1]}")
-        for name in limits[1:]:
+        if all(getattr(self, name) is None for name in LIMITS):
+            raise ArgumentError(f"a budget needs a limit: give {', '.join(LIMITS[:-1])} or {LIMITS[-1]}")
+        for name in LIMITS[1:]:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ArgumentError(f"{name}={value!r} must be zero or a positive number")
@@ -85,6 +86,26 @@ class Budget:
     def measures(self) -> bool:
         """Whether data is needed to see if it is kept."""
         return any(v is not None for v in (self.max_error_increase, self.max_loss_increase, self.max_metric_decrease))
+
+    def limits(self) -> dict[str, float | None]:
+        """Its numbers, by name."""
+        return {name: getattr(self, name) for name in LIMITS}
+
+    def judge(
+        self, model: nn.Module, data: Data, loss: Loss = F.cross_entropy, forward: Forward = call, strict: bool = False
+    ) -> Judge:
+        """Who measures networks on this data; without a reference, against the model as it is now."""
+        return Judge(
+            model if self.reference is None else self.reference,
+            data,
+            loss,
+            forward,
+            self.metric,
+            error=self.max_error_increase,
+            loss_rise=self.max_loss_increase,
+            metric_fall=self.max_metric_decrease,
+            strict=strict,
+        )
 
     def threshold_of(
         self, model: nn.Module, data: Data | None = None, loss: Loss = F.cross_entropy, forward: Forward = call
@@ -120,7 +141,10 @@ class Search:
     def __init__(self, budget: Budget, model: nn.Module, data: Data | None, loss: Loss, forward: Forward):
         self.budget, self.model, self.data, self.loss, self.forward = budget, model, data, loss, forward
         self.curve: list[Point] = []
-        self.limits = self._limits()
+        self.judge: Judge | None = None
+        if budget.measures and data is not None:
+            with _cut_at(model, math.inf):  # the model before any pruning, where nothing else is given
+                self.judge = budget.judge(model, data, loss, forward)
 
     def run(self) -> Point:
         """The point that was found. One that does not keep to the budget is said, with the curve."""
@@ -181,35 +205,8 @@ class Search:
         self.curve.append(Point(sparsity, threshold, measured, size))
         return self.curve[-1]
 
-    def _limits(self) -> Callable[[Evaluation], bool]:
-        """Whether an evaluation is good enough."""
-        budget, reference = self.budget, self.budget.reference
-        if not budget.measures or self.data is None:
-            return lambda found: True
-        if isinstance(reference, int | float):
-            if budget.max_loss_increase is not None or budget.max_metric_decrease is not None:
-                raise ArgumentError(f"reference={reference} is an error; for a loss or a metric give the network")
-            base = Evaluation(math.nan, float(reference))
-        elif reference is not None:
-            base = evaluate(reference, self.data, self.loss, forward=self.forward, metric=budget.metric)
-        else:
-            with _cut_at(self.model, math.inf):
-                base = evaluate(self.model, self.data, self.loss, forward=self.forward, metric=budget.metric)
-        if budget.max_error_increase is not None and base.error is None:
-            raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
-        self.base = base
-
-        def good_enough(found: Evaluation) -> bool:
-            return (
-                _within(found.error, base.error, budget.max_error_increase)
-                and _within(found.loss, base.loss, budget.max_loss_increase)
-                and _within(base.metric, found.metric, budget.max_metric_decrease)
-            )
-
-        return good_enough
-
     def _good_enough(self, point: Point) -> bool:
-        return point.evaluation is None or self.limits(point.evaluation)
+        return point.evaluation is None or self.judge is None or self.judge.room(point.evaluation) >= 0
 
     def _too_large(self, point: Point) -> bool:
         limit = self.budget.max_bytes
@@ -223,12 +220,6 @@ class Search:
             stacklevel=6,
         )
         return best
-
-
-def _within(found: float | None, base: float | None, allowed: float | None) -> bool:
-    if allowed is None:
-        return True
-    return found is not None and base is not None and found <= base + allowed + 1e-9
 
 
 def _walk(least: float) -> list[float]:

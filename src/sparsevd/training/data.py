@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from sparsevd.errors import ArgumentError
 from sparsevd.training.inputs import TARGETS, as_inputs, as_target, changed, tensors
@@ -126,6 +126,29 @@ def examples_per_epoch(train: Data, n: int) -> int:
         return size(train, "train")
     except ArgumentError:
         return n
+
+
+def split(train: Data, val_size: int, seed: int) -> tuple[Data, Data]:
+    """Training and held-out examples; a seed holds out the same ones each time, and more of them for a larger size."""
+    if isinstance(train, DataLoader | IterableDataset):
+        raise ArgumentError(
+            f"examples cannot be held out of a {type(train).__name__}, which has an order of its own; give the "
+            "training data as a Dataset with a length, or as a pair (x, y)"
+        )
+    if val_size < 1:
+        raise ArgumentError(f"val_size={val_size} must be positive: it is a number of examples")
+    n = size(train, "train")
+    if val_size >= n:
+        raise ArgumentError(f"val_size={val_size} out of {n} examples leave nothing to train on")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return _part(train, order[val_size:]), _part(train, order[:val_size])
+
+
+def _part(data: Data, where: Tensor) -> Data:
+    if not isinstance(data, tuple):
+        return Subset(cast(Dataset[Any], data), where.tolist())
+    x, y = data
+    return changed(x, lambda tensor: tensor[where]), y[where]
 
 
 def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:

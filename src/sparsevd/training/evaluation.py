@@ -59,6 +59,12 @@ def evaluate(
         return _average(model, _passed(data), loss, forward, metric)
 
 
+def evaluate_batches(model: nn.Module, data: Iterable[Batch], loss: Loss, forward: Forward = call) -> Evaluation:
+    """The same on batches that are there already."""
+    with in_eval_mode(model):
+        return _average(model, data, loss, forward)
+
+
 def elbo(
     model: nn.Module,
     train: Data,

@@ -53,7 +53,7 @@ class TrainingFolder:
 
     def __init__(self, path: str | Path | None, settings: dict[str, Any]):
         self.path = Path(path) if path is not None else None
-        self._settings = settings  # a run can only be resumed with the same ones
+        self.settings = settings  # a run can only be resumed with the same ones
         self._metrics = MetricsFile(self.path / METRICS) if self.path else None
 
     def locked(self) -> AbstractContextManager[None]:
@@ -65,6 +65,14 @@ class TrainingFolder:
         except OSError as error:
             raise WriteError(f"{self.path} cannot be written to: {error.strerror or error}") from error
         return lock.only_training(self.path)
+
+    def settings_then(self) -> dict[str, Any]:
+        """What the run in the folder began with; nothing, where there is none."""
+        path = self.path / CHECKPOINT if self.path else None
+        if path is None or not path.exists():
+            return {}
+        settings = Checkpoint.load(path).progress.get("settings")
+        return settings if isinstance(settings, dict) else {}
 
     def refuse_to_overwrite(self) -> None:
         if self.path and (self.path / CHECKPOINT).exists():
@@ -92,7 +100,7 @@ class TrainingFolder:
             for slot, value in values.items()
         }
         progress = {
-            "settings": self._settings,
+            "settings": self.settings,
             "state": {name: value for name, value in vars(state).items() if name != "history"},
             "history_layers": state.history.layers,
             "metrics": self._metrics.prepare(state.history),
@@ -131,14 +139,14 @@ class TrainingFolder:
             raise CheckpointError.damaged(path, f"its settings are {shown(settings)}")
         differing = [
             f"{name}: {shown(settings.get(name))} then, {value!r} now"
-            for name, value in self._settings.items()
+            for name, value in self.settings.items()
             if not _same(settings.get(name), value)
         ]
         if differing:
             raise CheckpointError(
                 f"{path} belongs to a run with other settings ({'; '.join(differing)}); use those, or start a new run"
             )
-        state = _state(checkpoint, self._settings["epochs"], path)
+        state = _state(checkpoint, self.settings["epochs"], path)
         begun = state.epoch > 0 or state.batch > 0
         restoration.check_model(checkpoint, model, path)
         restoration.check_history(state.history, model, path)

@@ -67,7 +67,7 @@ _DEFAULTS = {field.name for field in fields(EpochMetrics) if field.default is no
 _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "epoch": (1, LARGEST_INTEGER),
     "learning_rate": (0, None),
-    "beta": (0, 1),
+    "beta": (0, None),
     "train_loss": (None, None),
     "train_error": (0, 100),
     "sparsity": (0, 100),

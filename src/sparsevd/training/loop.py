@@ -6,20 +6,23 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
-from sparsevd.training import generator, threads
-from sparsevd.training.data import Batch, Data, batches
+from sparsevd.training import generator, start, threads
+from sparsevd.training.budget import Budget
+from sparsevd.training.data import Batch, Data, batches, checked, size, split
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.history import EpochMetrics
@@ -34,6 +37,8 @@ from sparsevd.training.task import Task
 
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
+# What a budget is measured on where there is no val: a part of the training examples.
+HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 # Then it shows whether the threads get on beside what else the machine does.
 STEPS_BEFORE_LOOKING = 20
 
@@ -52,10 +57,12 @@ def fit(
     resume: bool = False,
     progress: bool = True,
     callbacks: Iterable[Callback] = (),
+    budget: Budget | None = None,
 ) -> list[EpochMetrics]:
     """Train a Sparse VD network in place, and return the metrics of every epoch.
 
         history = sparsevd.fit(model, (x, y), (x_val, y_val), sparsevd.FitConfig(epochs=40))
+        history = sparsevd.fit(model, (x, y), (x_val, y_val), budget=sparsevd.Budget(max_error_increase=0.5))
 
     Args:
         model: the result of `sparsevd.sparsify`.
@@ -73,13 +80,18 @@ def fit(
             CPU, for data whose randomness comes from torch's global generator alone).
         progress: show a bar on a terminal, or a line per epoch elsewhere.
         callbacks: told about every step and every epoch; see `sparsevd.training.progress.Callback`.
+        budget: what may be lost, or must be reached: the weight of the KL follows it, and the sparsest state that
+            keeps to it is what is left at the end. It is measured on `val`, or on a part of `train` that is held out,
+            against its reference or the network at its start.
     """
     required_posteriors(model)  # says so if there are none
     config = config or FitConfig()
     if config.weight_decay:
         raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
+    if budget is not None and budget.measures and val is None:
+        train, val = _held_out(train, config.seed)
     task = Task(model, train, val, config, loss, forward, metric, n_train)
-    return Loop(task, run_dir, callbacks).run(resume, progress)
+    return Loop(task, run_dir, callbacks, budget).run(resume, progress)
 
 
 def fit_dense(
@@ -107,17 +119,18 @@ def fit_dense(
 class Loop:
     """One training: the network, its optimizer and schedule, and how far they are."""
 
-    def __init__(self, task: Task, run_dir: str | Path | None, callbacks: Iterable[Callback]):
-        self.task, self.model, self.config = task, task.model, task.config
+    def __init__(
+        self,
+        task: Task,
+        run_dir: str | Path | None,
+        callbacks: Iterable[Callback],
+        budget: Budget | None = None,
+    ):
+        self.task, self.model, self.config, self._budget = task, task.model, task.config, budget
         if not isinstance(callbacks, Iterable) or not all(isinstance(each, Callback) for each in callbacks):
             raise ArgumentError("callbacks must be a list of sparsevd.training.progress.Callback")
         self._callbacks = list(callbacks)
-        config = self.config
-        self.optimizer = BoundAdam(
-            self.model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay
-        )
-        self.schedule = Schedule(self.model, config, task.n)
-        self.folder = TrainingFolder(run_dir, {**asdict(config), "n_train": task.n})
+        self.folder = TrainingFolder(run_dir, {})
         self.state = State()
         self._last: EpochMetrics | None = None
 
@@ -131,6 +144,7 @@ class Loop:
             interruptible() as self._interrupt,
         ):
             self._callbacks.insert(0, shown)
+            self._say = shown.say
             rng = self._begin(resume)
             while self.state.epoch < self.config.epochs:
                 begun = time.monotonic() - self.state.seconds
@@ -142,9 +156,35 @@ class Loop:
         self.model.eval()
         return list(self.state.history)
 
+    def _choose(self, resume: bool) -> None:
+        """The recipe for this network, as it is at its start, and what follows it."""
+        then = self.folder.settings_then() if resume and self.config.learning_rate is None else {}
+        if then:  # as it was chosen then; what else differs is noticed when the run is restored
+            chosen_then: dict[str, Any] = {name: then.get(name) for name in start.CHOSEN}
+            self.config = replace(self.config, **chosen_then)
+        else:
+            chosen = start.begin(self.task, self.config, self._budget)
+            self.config = chosen.config
+            if self._budget is not None and not resume:
+                start.check_reference(self._budget, chosen, self.task.val)
+            if chosen.text:
+                self._say(chosen.text)
+        config, task = self.config, self.task
+        settings = {**asdict(config), "n_train": task.n}
+        judge = None
+        if self._budget is not None:
+            settings["budget"] = self._budget.limits()
+            if self._budget.measures and task.val is not None:
+                judge = self._budget.judge(self.model, task.val, task.loss, task.forward, strict=True)
+        self.folder.settings = settings
+        rate = config.rate(0.0)
+        self.optimizer = BoundAdam(self.model, rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
+        self.schedule = Schedule(self.model, config, task.n, self._budget, judge)
+
     def _begin(self, resume: bool) -> Tensor | None:
         """The state to start from; inside an epoch also that of the generator."""
         rng = None
+        self._choose(resume)
         if resume:
             self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule)
         else:
@@ -181,8 +221,11 @@ class Loop:
         if self.state.batch == 0:
             check_targets(self.task.loss, y)
         phase = self.schedule.at(self.progress)
-        self.optimizer.set_learning_rate(self.config.rate(self.progress), phase.noise_ratio)
+        self.optimizer.set_learning_rate(self.config.rate(self.progress) * phase.rate_factor, phase.noise_ratio)
         self.optimizer.kl_weight = phase.kl_weight
+        if self._budget is not None:
+            for posterior in self.schedule.posteriors:
+                posterior.layer.training = phase.noisy
 
         output = self.task.forward(self.model, x)
         nll = self.task.loss(output, y)
@@ -196,6 +239,8 @@ class Loop:
         self.schedule.keep_zeros()
 
         self.state.add(value, wrong(output, y), len(y))
+        if self.progress < 1:
+            self.schedule.look(self.progress, self.optimizer)
         moment = self._moment()
         for callback in self._callbacks:
             callback.on_step(moment)
@@ -207,6 +252,9 @@ class Loop:
             raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
         self._check_parameters()
         done = (state.epoch + 1) / self.config.epochs
+        if done == 1:
+            self.schedule.look(done, self.optimizer)
+            ended = self.schedule.finish()
         metrics = self._metrics(done)
         if self.schedule.drops_at(done):
             before = self._bound_on(first)
@@ -218,6 +266,8 @@ class Loop:
         self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule)
         for callback in self._callbacks:
             callback.on_epoch(self._moment())
+        if done == 1 and ended:
+            self._say(ended)
         threads.warn_if_they_spin()
         if self._interrupt.is_set():
             raise KeyboardInterrupt
@@ -253,11 +303,11 @@ class Loop:
         return EpochMetrics(
             epoch=state.epoch + 1,
             learning_rate=self.config.rate(done),
-            beta=self.schedule.at(done).beta,
+            beta=self.schedule.beta(done),
             train_loss=train_loss,
             train_error=100 * state.wrong / state.seen if state.wrong is not None else None,
             kl=left["kl"] if left else None,
-            elbo=-(task.n * train_loss + left["kl"]) if left else None,
+            elbo=-(task.n * train_loss + left["kl"]) if left and self._budget is None else None,
             sparsity=left["sparsity"] if left else None,
             ratio=left["ratio"] if left and math.isfinite(left["ratio"]) else None,
             val_loss=held_out.loss if held_out else None,
@@ -292,6 +342,7 @@ class Loop:
             ("validation error {:.2f} %", last.val_error if last else None),
             (f"{_name(self.task.metric)} {{:.4g}}", last.val_metric if last else None),
             ("{:.1f}× fewer weights", last.ratio if last else None),
+            ("β {:.3g}", self.schedule.beta(self.progress) if self._budget else None),
         ]
         return "  ".join(text.format(value) for text, value in figures if value is not None)
 
@@ -312,6 +363,19 @@ class Loop:
                 f"training diverged in epoch {self.state.epoch + 1}: {', '.join(bad)} not finite. "
                 f"{self.folder.last_good()} Lower the learning rate"
             )
+
+
+def _held_out(train: Data, seed: int) -> tuple[Data, Data]:
+    """A part of the training data to measure a budget on, and a word about it."""
+    train = checked(train, "train")
+    count = min(LARGEST_HELD_OUT, max(1, round(HELD_OUT * size(train, "train"))))
+    warnings.warn(
+        f"the budget is measured on {count:,} of the training examples, which are held out, since there is no val; if "
+        "the network was trained on them before, they flatter it",
+        SparseVDWarning,
+        stacklevel=3,
+    )
+    return split(train, count, seed)
 
 
 def _name(metric: Metric | None) -> str:

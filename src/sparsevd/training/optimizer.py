@@ -60,7 +60,7 @@ class BoundAdam(torch.optim.AdamW):
                 self._step_in_c(*pair)
             elif pair[0].requires_grad or pair[1].requires_grad:
                 others.append(pair)
-        if others:
+        if others and self.kl_weight:
             (self.kl_weight * summed_kl(others)).backward()  # type: ignore[no-untyped-call]
         super().step()  # of all that has a gradient yet
 

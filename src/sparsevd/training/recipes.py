@@ -13,6 +13,8 @@ import torch
 from sparsevd.errors import ArgumentError
 from sparsevd.training.objective import warm_up
 
+LEARNING_RATE = 4e-3
+
 VARIANCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # What is left of the learning rate when a part of the run, from 0 to 1, is over.
@@ -34,7 +36,10 @@ class FitConfig:
 
     epochs: Annotated[int, "Passes over the training set."] = 40
     batch_size: Annotated[int, "Examples per step."] = 100
-    learning_rate: Annotated[float, "Adam's rate, falling to zero."] = 4e-3
+    # None: LEARNING_RATE for a fresh network, and for one that predicts already the largest that does no harm (start.py)
+    learning_rate: Annotated[float | None, "Adam's rate, falling to zero; else 4e-3, or what a trained net bears."] = (
+        None
+    )
     decay: Annotated[str, "How the rate falls: cosine or linear."] = "cosine"  # half a cosine; the paper's is linear
     log_sigma2_lr_ratio: Annotated[float, "Rate of log σ², relative to the learning rate."] = 0.1
     # When most is decided, log σ² catches up with the weights ...
@@ -65,6 +70,8 @@ class FitConfig:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
         for name in ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio"):
             value = getattr(self, name)
+            if name == "learning_rate" and value is None:
+                continue
             if isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{name}={value!r} must be a positive number")
         if not (isinstance(self.weight_decay, int | float) and 0 <= self.weight_decay < math.inf):
@@ -87,7 +94,7 @@ class FitConfig:
 
     def rate(self, progress: float) -> float:
         """The learning rate of the weights when this part of the run is over."""
-        return self.learning_rate * DECAYS[self.decay](progress)
+        return (LEARNING_RATE if self.learning_rate is None else self.learning_rate) * DECAYS[self.decay](progress)
 
 
 @dataclass(frozen=True)

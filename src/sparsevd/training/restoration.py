@@ -1,5 +1,6 @@
 """What a checkpoint must hold for training to go on from it. Everything is checked before anything is changed."""
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,11 @@ def described(model: nn.Module) -> dict[str, dict[str, Any]]:
 def check_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
     """The checkpoint's tensors are those of this very network."""
     check_fit(checkpoint.model, model.state_dict(), f"{path} belongs to another network", exact=True)
-    if checkpoint.posteriors != described(model):
+    known = described(model)
+    for name, each in known.items():
+        if checkpoint.posteriors.get(name, {}).get("threshold") == math.inf:  # a run with a budget has settled
+            each["threshold"] = math.inf
+    if checkpoint.posteriors != known:
         raise CheckpointError(
             f"{path} has Sparse VD layers of other names, types or thresholds than the model; use the same ones"
         )
@@ -111,6 +116,8 @@ def check_generator(rng: Tensor, path: Path) -> None:
 def put_back(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """After the checks: the model and the optimizer as they were when the checkpoint was written."""
     model.load_state_dict(checkpoint.model)
+    for name, posterior in named_posteriors(model).items():
+        posterior.layer.threshold = checkpoint.posteriors[name]["threshold"]
     parameters = dict(model.named_parameters())
     for key, value in checkpoint.optimizer.items():
         name, _, slot = key.rpartition("/")

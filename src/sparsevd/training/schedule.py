@@ -9,6 +9,7 @@ long enough, and keeps the zeros. Its numbers are those of `FitConfig` (recipes.
                 phase = schedule.at(progress)      # from 0, the first step, to 1, the end
                 ...                                # a step with these rates on mean NLL + phase.kl_weight · KL
                 schedule.keep_zeros()
+                schedule.look(progress, optimizer) # where there is a budget
         if schedule.drops_at(progress):
             schedule.drop(progress)
 """
@@ -23,9 +24,12 @@ from torch import Tensor, nn
 
 from sparsevd.errors import CheckpointError
 from sparsevd.posterior import Posterior, posteriors
+from sparsevd.training.budget import Budget
 from sparsevd.training.contraction import contracted
+from sparsevd.training.judge import Judge
 from sparsevd.training.objective import warm_up
-from sparsevd.training.recipes import FitConfig
+from sparsevd.training.recipes import DECAYS, FitConfig
+from sparsevd.training.steering import Steering
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Phase:
     beta: float  # the weight of the KL in the bound ...
     kl_weight: float  # ... and beside the mean loss of an example: β/N, eq. 3 and 4 divided by −N
     noise_ratio: float  # the rate of log σ² relative to that of the weights
+    rate_factor: float = 1.0  # what the rate of the weights is multiplied with
+    noisy: bool = True  # whether the noise is drawn
 
 
 class Schedule:
@@ -44,12 +50,22 @@ class Schedule:
         model: the network; without Sparse VD layers there is nothing to weigh and nothing to drop.
         config: the recipe.
         n_train: N, the number of training examples.
+        budget: what may be lost, or must be reached. β, what is dropped and the state at the end follow it.
+        judge: who measures what is lost; `Budget.judge` gives one.
     """
 
-    def __init__(self, model: nn.Module, config: FitConfig, n_train: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: FitConfig,
+        n_train: int,
+        budget: Budget | None = None,
+        judge: Judge | None = None,
+    ):
         self.config, self.n_train = config, n_train
         self.posteriors = posteriors(model)
         self._model = model
+        self.steering = Steering(model, self.posteriors, budget, judge, n_train) if budget is not None else None
         self._beta_at = warm_up(config.warm_up_start, config.warm_up_end)
         self._zeros: list[tuple[Tensor, Tensor]] = []  # θ, and what to multiply it with
         # How many epochs in a row a weight has been above the threshold, by the name of its posterior.
@@ -57,7 +73,11 @@ class Schedule:
 
     def at(self, progress: float) -> Phase:
         """What holds when this part of the run, from 0 to 1, is over."""
-        config, beta = self.config, self._beta_at(progress)
+        config = self.config
+        if (steering := self.steering) is not None:
+            beta, ratio = steering.beta(progress), config.log_sigma2_lr_ratio / steering.rate_factor
+            return Phase(beta, beta / self.n_train, ratio, steering.rate(progress), steering.learning)
+        beta = self._beta_at(progress)
         late = progress >= config.late_from
         ratio = config.late_log_sigma2_lr_ratio if late else config.log_sigma2_lr_ratio
         return Phase(beta, beta / self.n_train, ratio)
@@ -65,7 +85,7 @@ class Schedule:
     @contextmanager
     def epoch(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Around the steps of an epoch: without the inputs and units that have no weight left, if that is asked for."""
-        if not (self.config.contract and self.posteriors):
+        if not (self.config.contract and self.posteriors) or self.steering is not None:
             self._find_zeros()
             yield
             return
@@ -84,12 +104,30 @@ class Schedule:
         for theta, alive in self._zeros:
             theta.data.mul_(alive)
 
+    def beta(self, progress: float) -> float:
+        """The weight of the KL; once a run with a budget has settled, the last one."""
+        if self.steering is not None and not self.steering.learning:
+            return self.steering.last_beta
+        return self.at(progress).beta
+
+    def look(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
+        """After each step of a run with a budget: see whether it is kept, and act."""
+        if self.steering is not None and self.steering.wants_to_look(progress):
+            self.steering.look(progress, DECAYS[self.config.decay](progress), optimizer)
+            self._find_zeros()
+
+    def finish(self) -> str:
+        """After the last step: the state that a budget asks for, and a sentence about it; else an empty one."""
+        return self.steering.finish() if self.steering is not None else ""
+
     def _find_zeros(self) -> None:
         masks = [(each.theta, each.alive()) for each in self.posteriors]
         self._zeros = [(theta, alive.to(theta.dtype)) for theta, alive in masks if not alive.all()]
 
     def drops_at(self, progress: float) -> bool:
         """Whether to call `drop` here. Never before β has its final value: until then a large α means little."""
+        if self.steering is not None:
+            return False  # it drops as the budget says
         return bool(self.posteriors) and self.config.drop_from < 1 and self.config.warm_up_end <= progress < 1
 
     def drop(self, progress: float) -> int:
@@ -131,17 +169,22 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What it must remember between epochs, beside what the network itself holds."""
-        return dict(self._epochs_above)
+        return dict(self._epochs_above) | (self.steering.state_dict() if self.steering is not None else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken; what does not fit is refused, and nothing changes."""
         if problem := self.problem_of(state):
             raise CheckpointError(f"the state of the schedule does not fit: {problem}")
+        if self.steering is not None:
+            self.steering.load_state_dict(state)
+            return
         devices = {each.name: each.theta.device for each in self.posteriors}
         self._epochs_above = {name: value.to(devices[name]).clone() for name, value in state.items()}
 
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that the schedule can have, or an empty string."""
+        if self.steering is not None:
+            return self.steering.problem_of(state)
         shapes = {each.name: each.theta.shape for each in self.posteriors}
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.dtype is not torch.int16 or value.shape != shapes.get(name):

@@ -1,0 +1,161 @@
+"""Whether a network keeps to what may be lost: measured on held-out data, against a reference.
+
+Few held-out examples say little about an error: with a hundred, one more mistake is a point, and the luckiest of many
+states looks better than it is. Where they are too few to see the budget, a search over states is therefore judged more
+strictly: by a smaller limit, and by the loss as well. That loss is taken at the temperature that suits each network,
+since a network that is trained further becomes surer or less sure of the same answers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError
+from sparsevd.layers.modes import in_eval_mode
+from sparsevd.training.data import Data, batches, checked
+from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, device_of, evaluate
+from sparsevd.training.inputs import Forward, changed
+
+# A point of error that the budget allows is about so much loss, in nats (chosen on breast cancer and wine).
+LOSS_OF_A_POINT = 0.01
+# How many examples two good networks answer differently: their difference has the standard error √(share / n).
+ANSWERED_DIFFERENTLY = 0.01
+# From here on a network is not dented but destroyed: points of error, and nats where there is no error.
+COLLAPSE_POINTS, COLLAPSE_NATS = 3.0, 0.2
+# Temperatures to try, from surer to less sure.
+TEMPERATURES = [2 ** (step / 2) for step in range(-4, 9)]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One number that may rise by so much over that of the reference, and what rise is a collapse."""
+
+    base: float
+    allowed: float
+    collapse: float
+    scale: float  # the unit of what is left of it
+
+    def room(self, found: float) -> float:
+        """What is left, negative beyond the limit; NaN is beyond it."""
+        left = (self.base + self.allowed - found) / self.scale
+        return left + 1e-9 if math.isfinite(left) else -math.inf
+
+    def damage(self, found: float) -> float:
+        """The rise, as a part of a collapse."""
+        rise = (found - self.base) / self.collapse
+        return rise if math.isfinite(rise) else math.inf
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured, how much of the budget is left, in parts of it, and how near to a collapse it is."""
+
+    evaluation: Evaluation
+    room: float
+    damage: float
+
+    @property
+    def keeps(self) -> bool:
+        return self.room >= 0
+
+
+class Judge:
+    """Measures networks on held-out data.
+
+    Args:
+        reference: the network to compare with, or its error in %.
+        data: held-out data.
+        error, loss_rise, metric_fall: what may be lost of each, or None.
+        strict: of few examples, for a search over many states.
+    """
+
+    def __init__(
+        self,
+        reference: nn.Module | float,
+        data: Data,
+        loss: Loss,
+        forward: Forward,
+        metric: Metric | None = None,
+        *,
+        error: float | None = None,
+        loss_rise: float | None = None,
+        metric_fall: float | None = None,
+        strict: bool = False,
+    ):
+        self.data, self._loss, self._forward, self._metric = checked(data, "the held-out data"), loss, forward, metric
+        self._allowed = {"error": error, "loss": loss_rise, "metric": metric_fall}
+        network = reference if isinstance(reference, nn.Module) else None
+        if isinstance(reference, nn.Module):
+            base = self.measure(reference)
+        elif loss_rise is not None or metric_fall is not None:
+            raise ArgumentError(f"reference={reference} is an error; for a loss or a metric give the network")
+        else:
+            base = Evaluation(math.nan, float(reference))
+        if error is not None and base.error is None:
+            raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
+        self.withheld = self._withheld(error) if strict and error is not None else 0.0
+        self.few = self.withheld > 0
+        self.compare_with(base, self._calibrated(network) if self.few and network is not None else None)
+
+    def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
+        """From now on, against what was measured elsewhere: a run that goes on has the reference of its start."""
+        self.base, self.base_calibrated = base, calibrated
+        self._limits: dict[str, Limit] = {}
+        if (points := self._allowed["error"]) is not None and base.error is not None:
+            unit = max(points, 0.25)
+            self._limits["error"] = Limit(base.error, points - self.withheld, max(COLLAPSE_POINTS, points), unit)
+        if (nats := self._allowed["loss"]) is not None:
+            self._limits["loss"] = Limit(base.loss, nats, max(COLLAPSE_NATS, nats), max(nats, 0.01))
+        if (fall := self._allowed["metric"]) is not None and base.metric is not None:
+            unit = max(fall, 0.01 * abs(base.metric), 1e-6)
+            self._limits["metric"] = Limit(-base.metric, fall, 4 * unit, unit)
+        self._calibrated_limit = None
+        if calibrated is not None and points is not None:
+            nats = LOSS_OF_A_POINT * points
+            self._calibrated_limit = Limit(calibrated, nats, math.inf, max(nats, LOSS_OF_A_POINT / 4))
+
+    def _withheld(self, points: float) -> float:
+        """What a search over many states must not use of the budget, since so few examples cannot show it."""
+        n = sum(len(y) for _, y in batches(self.data, EVALUATION_BATCH, shuffle=False))
+        resolution = 100 * math.sqrt(max(1.0, ANSWERED_DIFFERENTLY * n)) / n
+        return min(points, max(0.0, resolution - points / 2))
+
+    def measure(self, model: nn.Module) -> Evaluation:
+        return evaluate(model, self.data, self._loss, forward=self._forward, metric=self._metric)
+
+    def room(self, found: Evaluation) -> float:
+        """What an evaluation leaves of the budget."""
+        return min(limit.room(value) for limit, value in self._compared(found))
+
+    def look(self, model: nn.Module) -> Verdict:
+        """The network as it is now."""
+        found = self.measure(model)
+        room = self.room(found)
+        if self._calibrated_limit is not None and room >= 0:
+            room = min(room, self._calibrated_limit.room(self._calibrated(model)))
+        return Verdict(found, room, max(limit.damage(value) for limit, value in self._compared(found)))
+
+    def _compared(self, found: Evaluation) -> list[tuple[Limit, float]]:
+        unknown = math.nan
+        values = {
+            "error": unknown if found.error is None else found.error,
+            "loss": found.loss,
+            "metric": unknown if found.metric is None else -found.metric,
+        }
+        return [(limit, values[name]) for name, limit in self._limits.items()]
+
+    @torch.no_grad()
+    def _calibrated(self, model: nn.Module) -> float:
+        """The cross-entropy of the classes at the best temperature."""
+        device = device_of(model)
+        outputs: list[Tensor] = []
+        targets: list[Tensor] = []
+        with in_eval_mode(model):
+            for x, y in batches(self.data, EVALUATION_BATCH, shuffle=False):
+                outputs.append(self._forward(model, changed(x, lambda tensor: tensor.to(device))).float().cpu())
+                targets.append(y.cpu())
+        logits, target = torch.cat(outputs), torch.cat(targets)
+        return min(F.cross_entropy(logits / temperature, target).item() for temperature in TEMPERATURES)

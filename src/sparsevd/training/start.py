@@ -1,0 +1,150 @@
+"""How a run begins: what the network can do already decides its rate and its first noise.
+
+A fresh network has nothing to lose, and the recipe's rate is the best one. One that predicts already is destroyed by it
+within a few steps, so that rate is tried on a copy for a few steps, and halved until the copy survives. Its first noise
+is relative to the weights of each layer, and may grow as fast as the number of steps asks for.
+"""
+
+import copy
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsevd.errors import ArgumentError
+from sparsevd.layers.layer import INITIAL_LOG_SIGMA2
+from sparsevd.posterior import Posterior, posteriors
+from sparsevd.training.budget import Budget
+from sparsevd.training.data import Batch, Data, batches
+from sparsevd.training.evaluation import Evaluation, evaluate_batches
+from sparsevd.training.judge import COLLAPSE_NATS, COLLAPSE_POINTS
+from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.recipes import LEARNING_RATE, FitConfig
+from sparsevd.training.task import Task
+
+CHOSEN = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio")
+BATCHES = 5  # to measure on
+KNOWS = 0.35  # nats that the right targets must be better than shuffled ones: an R² of one half
+TRIAL = 0.01  # of the steps of the run, for each rate ...
+TRIAL_STEPS = (5, 60)  # ... but so many
+SMALLEST_RATE = LEARNING_RATE / 64
+# log σ² below the logarithm of a layer's mean square weight; e⁻³ of the weight's size as noise.
+BELOW_WEIGHTS = 6.0
+DROWNED = 0.12  # of a layer's weights beyond the threshold before any training: the first noise is too large then
+# What log σ² should be able to rise by in a run, and how far a step may take it.
+TRAVEL, FASTEST_NOISE = 28.0, 0.05
+
+
+@dataclass(frozen=True)
+class Start:
+    """The recipe with everything chosen, whether the network predicts already, and what to tell."""
+
+    config: FitConfig
+    knows: bool
+    text: str = ""
+
+
+def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
+    """The recipe for this network, and its first noise: both only where `learning_rate` was left open."""
+    found = posteriors(task.model)
+    asked = budget is not None and budget.measures and budget.reference is None
+    if found and config.learning_rate is not None and not asked:
+        return Start(config, knows=True)
+    if not found:
+        return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=False)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        first = list(itertools.islice(batches(task.train, config.batch_size, shuffle=True), TRIAL_STEPS[1] + BATCHES))
+    measured, training = first[:BATCHES], first[BATCHES:] or first
+    before = evaluate_batches(task.model, measured, task.loss, task.forward)
+    knows = _knows(task, measured, before)
+    if config.learning_rate is not None:
+        return Start(config, knows)
+    if not knows:
+        for each in found:
+            if _beyond(each) > DROWNED and _untouched(each):
+                _quieten(each)
+        return Start(replace(config, learning_rate=LEARNING_RATE), knows)
+    for each in found:
+        if _untouched(each):
+            _quieten(each)
+    steps = config.epochs * math.ceil(task.per_epoch / config.batch_size)
+    rate = LEARNING_RATE
+    while rate > SMALLEST_RATE and not _survives(task, config, rate, steps, training, measured, before):
+        rate /= 2
+    noise = min(FASTEST_NOISE, max(config.log_sigma2_lr_ratio * LEARNING_RATE, TRAVEL / steps))
+    chosen = replace(
+        config,
+        learning_rate=rate,
+        log_sigma2_lr_ratio=noise / rate,
+        late_log_sigma2_lr_ratio=max(noise / rate, config.late_log_sigma2_lr_ratio),
+    )
+    error = f"error {before.error:.2f} %" if before.error is not None else f"loss {before.loss:.3g}"
+    why = "" if rate == LEARNING_RATE else f", the largest of {LEARNING_RATE:g}, half of it and so on that does no harm"
+    text = f"the network predicts already ({error} on {BATCHES} training batches): learning_rate={rate:g}{why}"
+    return Start(chosen, knows, text)
+
+
+def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
+    """A network that knows nothing yet is nothing to compare with."""
+    if budget.measures and budget.reference is None and val is not None and not chosen.knows:
+        raise ArgumentError(
+            "the budget is about what may be lost, and the network at its start knows nothing of the data yet; train "
+            "it first (sparsevd.fit_dense), or give the budget a reference= to compare with"
+        )
+
+
+def _knows(task: Task, data: list[Batch], found: Evaluation) -> bool:
+    """Whether the outputs fit their own targets better than those of other examples."""
+    shuffled = [(x, y.roll(1, 0)) for x, y in data]
+    return evaluate_batches(task.model, shuffled, task.loss, task.forward).loss - found.loss > KNOWS
+
+
+@torch.no_grad()
+def _beyond(posterior: Posterior) -> float:
+    return (posterior.log_alpha() > posterior.threshold).float().mean().item()
+
+
+def _untouched(posterior: Posterior) -> bool:
+    """Whether log σ² is as `sparsify` makes it when nobody says otherwise."""
+    return bool((posterior.log_sigma2 == INITIAL_LOG_SIGMA2).all())
+
+
+@torch.no_grad()
+def _quieten(posterior: Posterior) -> None:
+    size = posterior.theta.double().square().mean().item()
+    if size > 0:
+        posterior.log_sigma2.fill_(math.log(size) - BELOW_WEIGHTS)
+
+
+def _survives(
+    task: Task,
+    config: FitConfig,
+    rate: float,
+    steps: int,
+    training: list[Batch],
+    measured: list[Batch],
+    before: Evaluation,
+) -> bool:
+    """Whether a copy of the network is still good after some steps at this rate, without the KL."""
+    model = copy.deepcopy(task.model)
+    optimizer = BoundAdam(model, rate, beta2=config.adam_beta2)
+    count = int(min(max(TRIAL * steps, TRIAL_STEPS[0]), TRIAL_STEPS[1]))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        model.train()
+        for step, batch in enumerate(itertools.islice(itertools.cycle(training), count)):
+            x, y = task.placed(batch)
+            optimizer.set_learning_rate(rate * min(1.0, 2 * (step + 1) / count), 1.0)
+            optimizer.zero_grad()
+            loss: Tensor = task.loss(task.forward(model, x), y)
+            if not loss.isfinite():
+                return False
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    after = evaluate_batches(model, measured, task.loss, task.forward)
+    if before.error is not None and after.error is not None:
+        return after.error - before.error <= COLLAPSE_POINTS
+    return after.loss - before.loss <= COLLAPSE_NATS

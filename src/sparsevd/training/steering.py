@@ -1,0 +1,320 @@
+"""How a run follows its budget: what the KL weighs, which weights go and when, which state is returned.
+
+A run has two parts. While it *learns*, the noise is on and β follows the budget: for an error it grows as long as the
+held-out error leaves room, and falls where it does not; for a sparsity it follows the share of weights that the noise
+leaves (Gale, Elsen, Hooker 2019: sparsity rises smoothly with log β). A state that collapses is left for the last good
+one, at half the rate. While it *settles*, the noise is off: weights go for good in the order of log α, those that the
+noise has drowned first, and then a few more at every look that keeps to the budget; what is left is trained plainly, at
+a rate that falls to zero. At the end the sparsest state that kept to the budget comes back.
+
+It knows no loop: `Schedule` asks it.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsevd.errors import SparseVDWarning
+from sparsevd.posterior import Posterior, noisy_modules, threshold_for
+from sparsevd.training.budget import Budget, Point, Search
+from sparsevd.training.evaluation import Evaluation
+from sparsevd.training.judge import Judge
+
+_DOUBLE = torch.float64
+
+LEARNING = 0.6  # of the run
+WARM_UP = 0.1  # of the run: β grows to its first value
+LOOKS = 30  # at the held-out data while it learns
+ROUNDS = 24  # of looking and cutting while it settles
+UP, DOWN = 1.25, 0.7  # what a look may do to β
+CUT = 0.8  # what a round leaves of the weights, while there is room
+PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
+# β begins where the KL of a weight is about that of a fifth of an example: many weights and few examples make it heavy.
+EXAMPLES_PER_WEIGHT = 5.0
+LAST_CUTS = 6  # bisections at the end
+RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
+
+
+class Steering:
+    """The state of one run with a budget."""
+
+    def __init__(
+        self, model: nn.Module, posteriors: list[Posterior], budget: Budget, judge: Judge | None, n_train: int
+    ):
+        self._model, self._posteriors, self._budget, self._judge = model, posteriors, budget, judge
+        self.weights = sum(each.theta.numel() for each in posteriors)
+        self._log_beta = math.log(min(1.0, EXAMPLES_PER_WEIGHT * n_train / self.weights))
+        self.rate_factor = 1.0  # halved by every collapse
+        self.learning = True
+        self._slack: float | None = None  # what the rate costs, seen when β has its first value
+        self._next = 0.0  # progress of the next look
+        self._beyond = 0  # rounds in a row
+        self._cut = CUT
+        self._target = budget.sparsity if judge is None else None
+        self._first = 0.0  # the zeros that settling began with
+        self._good: dict[str, Tensor] = {}  # the last state that kept to the budget while it learned
+        self._best: dict[str, Tensor] = {}  # the sparsest one while it settled ...
+        self._best_zeros = -1.0  # ... and its share of zeros
+        if judge is not None and judge.look(model).keeps:
+            self._good = self._snapshot()
+
+    # What the schedule asks.
+
+    def beta(self, progress: float) -> float:
+        """The weight of the KL; none while the run settles."""
+        return math.exp(self._log_beta) * min(1.0, progress / WARM_UP) if self.learning else 0.0
+
+    @property
+    def last_beta(self) -> float:
+        """What the KL weighed when the noise was on last."""
+        return math.exp(self._log_beta)
+
+    def rate(self, progress: float) -> float:
+        """What the rate of the weights is multiplied with."""
+        return self.rate_factor * min(1.0, max(progress, 1e-3 * RAMP_OF_RATE) / RAMP_OF_RATE)
+
+    def wants_to_look(self, progress: float) -> bool:
+        return progress >= self._next or (self.learning and progress >= LEARNING) or progress >= 1
+
+    def look(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the held-out data, or at log α, and act. `decayed` is what is left of the first rate."""
+        if self.learning and progress < LEARNING:
+            self._look_while_learning(progress, decayed, optimizer)
+            self._next = progress + LEARNING / LOOKS if progress >= WARM_UP / 2 else max(1.5 * progress, 0.002)
+            return
+        if self.learning:
+            self._settle()
+        elif self._judge is None:
+            self._cut_towards_target(progress)
+        else:
+            self._round(progress, optimizer)
+        self._next = progress + (1 - LEARNING) / ROUNDS
+
+    def finish(self) -> str:
+        """After the last step: the state to return. Gives a sentence about it."""
+        if self._judge is None:
+            self._drop_to(self._target or 0.0)
+            return self._said()
+        if self._best or self._good:
+            self._put_back(self._best or self._good)
+        self._last_cut()
+        verdict = self._judge.look(self._model)
+        enough = self._budget.sparsity is None or self.zeros() >= self._budget.sparsity - 1e-4
+        if not (verdict.keeps and enough):
+            warnings.warn(
+                f"the budget cannot be kept; the best that was found has {Point(self.zeros(), 0, verdict.evaluation)} "
+                f"(the reference: {_shown(self._judge)}). More epochs, a larger budget or more data may help",
+                SparseVDWarning,
+                stacklevel=5,
+            )
+        return f"{self._said()}; {Point(self.zeros(), 0, verdict.evaluation)} (the reference: {_shown(self._judge)})"
+
+    def _said(self) -> str:
+        return f"β ended at {self.last_beta:.3g}"
+
+    # While it learns.
+
+    def _look_while_learning(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
+        if self._judge is None:
+            if progress >= WARM_UP:
+                target = max(1 - (self._target or 0.0), 1e-6)
+                self._log_beta += _bounded(math.log(self._softly_kept() / target), 0.25)
+            return
+        verdict = self._judge.look(self._model)
+        if verdict.keeps:
+            self._good = self._snapshot()
+        if verdict.damage > 1 and self._good:
+            self._put_back(self._good)
+            _forget(optimizer)
+            self.rate_factor /= 2
+            self._log_beta -= math.log(2) if progress >= WARM_UP else 0.0
+            return
+        if progress < WARM_UP:
+            return
+        room = self._judge.room(verdict.evaluation)
+        if self._slack is None:
+            self._slack = max(0.0, -room)
+        if room > 0:
+            self._log_beta += math.log(UP) * min(1.0, room)
+        else:  # what the rate costs will be got back as it falls
+            self._log_beta -= math.log(DOWN) * _bounded(min(room + self._slack * decayed**2, 0.0), 1.0)
+
+    @torch.no_grad()
+    def _softly_kept(self) -> float:
+        """The share of weights that the noise leaves, a weight at the threshold counted as half of one."""
+        kept = sum(torch.sigmoid(each.threshold - each.log_alpha()).sum().item() for each in self._posteriors)
+        return max(kept / self.weights, 1e-6)
+
+    # While it settles.
+
+    def _settle(self) -> None:
+        """The noise goes off; what it has drowned goes for good."""
+        self.learning = False
+        drowned = 1 - sum(int(each.kept().sum()) for each in self._posteriors) / self.weights
+        if self._judge is not None:
+            with_them = self._at(math.inf)
+            as_it_is = self._judge.look(self._model).room
+            if as_it_is < min(with_them, 0.0) - 0.2:
+                drowned = 0.0  # they are not noise yet
+        elif self._budget.max_bytes is not None:
+            found = Search(self._budget, self._model, None, _no_loss, _no_forward).run()
+            self._target = max(found.sparsity, self._target or 0.0)
+        if self._target is not None:
+            drowned = min(drowned, self._target)
+        for module in noisy_modules(self._model).values():
+            module.threshold = math.inf  # from now on, what is there counts
+        self._drop_to(drowned)
+        self._first = self.zeros()
+
+    def _cut_towards_target(self, progress: float) -> None:
+        """As gradual magnitude pruning does: many at first, ever fewer, and none in the last half."""
+        part = min(1.0, 2 * (progress - LEARNING) / (1 - LEARNING))
+        target = self._target or 0.0
+        self._drop_to(self._first + (target - self._first) * (1 - (1 - part) ** 3))
+
+    def _round(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
+        assert self._judge is not None
+        verdict, zeros = self._judge.look(self._model), self.zeros()
+        if verdict.keeps:
+            self._beyond = 0
+            if zeros >= self._best_zeros:
+                self._best, self._best_zeros = self._snapshot(), zeros
+            if progress < 1:
+                self._drop_to(1 - self._cut * (1 - zeros))
+            return
+        self._beyond += 1
+        if self._beyond < PATIENCE:
+            return
+        if self._best and self._best_zeros < zeros:
+            self._put_back(self._best)
+            _forget(optimizer)
+            self._cut **= 0.5
+            self._beyond = 0
+        elif not self._best and self._good and (self._beyond >= ROUNDS / 2 or verdict.damage > 1):
+            self._put_back(self._good)
+            _forget(optimizer)
+            self._beyond = 0
+
+    def _last_cut(self) -> None:
+        """What can still go at once, from the state that is returned."""
+        good, bad = self.zeros(), 1 - (1 - self.zeros()) / 2
+        first = good
+        if self._judge is None or not self._judge.look(self._model).keeps:
+            return
+        for _ in range(LAST_CUTS):
+            middle = 1 - math.sqrt((1 - good) * (1 - bad))
+            if self._at(self._threshold(middle)) >= 0:
+                good = middle
+            else:
+                bad = middle
+        if good > first:
+            self._drop_to(good)
+
+    def _at(self, threshold: float) -> float:
+        """The room that is left with another threshold."""
+        assert self._judge is not None
+        before = {module: module.threshold for module in noisy_modules(self._model).values()}
+        for module in before:
+            module.threshold = threshold
+        try:
+            return self._judge.look(self._model).room
+        finally:
+            for module, own in before.items():
+                module.threshold = own
+
+    # Weights and states.
+
+    @torch.no_grad()
+    def zeros(self) -> float:
+        """The share of weights that are zero."""
+        return 1 - sum(int((each.theta != 0).sum()) for each in self._posteriors) / self.weights
+
+    def _threshold(self, zeros: float) -> float:
+        return threshold_for([(each.theta, each.log_sigma2) for each in self._posteriors], min(1.0, zeros))
+
+    @torch.no_grad()
+    def _drop_to(self, zeros: float) -> None:
+        if zeros <= self.zeros():
+            return
+        threshold = self._threshold(zeros)
+        for each in self._posteriors:
+            each.drop(each.log_alpha() > threshold)
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+
+    def _put_back(self, state: dict[str, Tensor]) -> None:
+        self._model.load_state_dict(state)
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Tensor]:
+        slack = math.nan if self._slack is None else self._slack
+        target = math.nan if self._target is None else self._target
+        numbers = [self._log_beta, self.rate_factor, float(self.learning), slack, self._next, float(self._beyond)]
+        numbers += [self._cut, target, self._first, self._best_zeros]
+        state = {"steering": torch.tensor(numbers, dtype=torch.float64)}
+        if self._judge is not None:
+            base = self._judge.base
+            known = (base.loss, base.error, base.metric, self._judge.base_calibrated)
+            state["reference"] = torch.tensor([math.nan if v is None else v for v in known], dtype=torch.float64)
+        state |= {f"good/{name}": tensor for name, tensor in self._good.items()}
+        return state | {f"best/{name}": tensor for name, tensor in self._best.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        numbers = state["steering"].tolist()
+        self._log_beta, self.rate_factor, learning, slack, self._next, beyond = numbers[:6]
+        self._cut, target, self._first, self._best_zeros = numbers[6:]
+        self.learning, self._beyond = bool(learning), int(beyond)
+        self._slack = None if math.isnan(slack) else slack
+        self._target = None if math.isnan(target) else target
+        if self._judge is not None:
+            known = [None if math.isnan(value) else value for value in state["reference"].tolist()]
+            loss = math.nan if known[0] is None else known[0]
+            self._judge.compare_with(Evaluation(loss, *known[1:3]), known[3])
+        self._good = {name[5:]: value.clone() for name, value in state.items() if name.startswith("good/")}
+        self._best = {name[5:]: value.clone() for name, value in state.items() if name.startswith("best/")}
+
+    def problem_of(self, state: dict[str, Any]) -> str:
+        """Why this is no state that it can have, or an empty string."""
+        numbers = state.get("steering")
+        if not isinstance(numbers, Tensor) or numbers.shape != (10,) or numbers.dtype is not _DOUBLE:
+            return "it has no ten numbers of a run with a budget"
+        reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
+        if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
+            return "it lacks what its budget is compared with"
+        known = self._model.state_dict()
+        for kind in ("good/", "best/"):
+            found = {name[5:]: value for name, value in state.items() if name.startswith(kind)}
+            if found and {name: (value.shape, value.dtype) for name, value in found.items()} != {
+                name: (value.shape, value.dtype) for name, value in known.items()
+            }:
+                return f"the network in {kind!r} is another one"
+        return ""
+
+
+def _forget(optimizer: torch.optim.Optimizer) -> None:
+    """The way that the optimizer was going; it keeps how long its steps should be."""
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "momentum_buffer"):
+            if isinstance(state.get(name), Tensor):
+                state[name].zero_()
+
+
+def _bounded(value: float, limit: float) -> float:
+    return max(-limit, min(limit, value))
+
+
+def _shown(judge: Judge) -> str:
+    return str(Point(0.0, 0, judge.base)).partition(", ")[2]
+
+
+def _no_loss(output: Tensor, target: Tensor) -> Tensor:
+    raise AssertionError("bytes are not measured on data")
+
+
+_no_forward: Callable[..., Any] = _no_loss
