@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,27 @@ def test_prune_to_a_share_or_within_an_error(trained, user_folder):
     assert "give one of them" in str(both.exception)
     percent = runner.invoke(app, ["prune", str(folder), "-o", "x", "--sparsity", "90"])
     assert "did you mean 0.9?" in str(percent.exception)
+
+
+def test_threshold_auto(trained, user_folder):
+    """By the price alone, or checked on what the run held out; the counts are those of the written file."""
+    folder, _ = trained
+    runner = CliRunner()
+    checked = runner.invoke(app, ["prune", str(folder), "-o", "auto.safetensors", "--threshold", "auto"])
+    assert checked.exit_code == 0, checked.output
+    assert "examples of the training set, held out in training" in checked.output
+    (user_folder / "alone").mkdir()
+    shutil.copy(folder / "checkpoint.safetensors", user_folder / "alone")
+    alone = runner.invoke(
+        app, ["prune", "alone/checkpoint.safetensors", "-o", "price.safetensors", "--threshold", "auto"]
+    )
+    assert "the run has held out no examples to check that on" in alone.output
+    kept = [sum(int((w != 0).sum()) for w in load_file(f"{name}.safetensors").values()) for name in ("auto", "price")]
+    own = sum(int((w != 0).sum()) for w in load_file(folder / "pruned.safetensors").values())
+    assert 0 < kept[1] <= kept[0] <= own
+    shown = runner.invoke(app, ["info", str(folder), "--threshold", "auto"]).output
+    assert shown.splitlines()[:3] == alone.output.splitlines()[1:4]
+    assert "lowest is neither a number nor auto" in runner.invoke(app, ["info", "x", "--threshold", "lowest"]).output
 
 
 def test_a_run_of_ones_own_code_needs_no_further_arguments(trained, user_folder):

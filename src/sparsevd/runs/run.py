@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd import modelfile
-from sparsevd.conversion import sparsify
+from sparsevd.conversion import Cut, sparsify
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
 from sparsevd.files import atomic, json_object, lock
 from sparsevd.files.tensors import write_tensors
@@ -38,10 +38,10 @@ from sparsevd.runs import sources
 from sparsevd.runs.origin import Origin
 from sparsevd.runs.sources import Sources
 from sparsevd.runs.weight_file import WeightFile
-from sparsevd.training.budget import Budget
 from sparsevd.training.checkpoint import check_fit
 from sparsevd.training.data import size
 from sparsevd.training.folder import CHECKPOINT, METRICS
+from sparsevd.training.price import Auto
 
 RUN = "run.json"
 PRUNED = "pruned.safetensors"
@@ -128,15 +128,15 @@ class Run:
             raise self._incomplete("which network and data it is of", model=self.model_name, data=self.data_name)
         return sources.load_data(self.data_name, self._data_dir)
 
-    def summary(self, threshold: float | None = None) -> ModelSummary:
+    def summary(self, threshold: float | str | None = None) -> ModelSummary:
         """What is left of the network, layer by layer; read without its code."""
         return self._weights.summary(threshold)
 
-    def pruned_tensors(self, threshold: float | None = None) -> dict[str, Tensor]:
+    def pruned_tensors(self, threshold: float | str | None = None) -> dict[str, Tensor]:
         """The tensors of the plain network with its zeros; read without its code."""
         return self._weights.pruned(threshold)
 
-    def write_pruned(self, output: Path, threshold: float | None = None) -> ModelSummary:
+    def write_pruned(self, output: Path, threshold: float | str | None = None) -> ModelSummary:
         """Write the pruned network of a checkpoint as safetensors with plain keys, and return its summary."""
         if self._weights.checkpoint is None:
             raise CheckpointError(
@@ -153,7 +153,15 @@ class Run:
         """Where to cut log α, so that this share of the weights is zero; read without the network's code."""
         return self._weights.threshold_of_sparsity(sparsity)
 
-    def threshold_within(self, budget: Budget, val_size: int = HELD_OUT) -> float:
+    def cheap_threshold(self) -> float | str | None:
+        """Where to cut log α by the price in the bound, checked on what the run has held out, if it has."""
+        held_out = self._origin.asked("val_size") if self._origin else 0
+        if held_out and self._weights.is_sparse:
+            return self.threshold_within(Auto(), held_out)
+        self._say("cut by the price in the bound alone: the run has held out no examples to check that on")
+        return "auto"
+
+    def threshold_within(self, budget: Cut, val_size: int = HELD_OUT) -> float | None:
         """Where to cut log α to keep to a budget, measured on examples of the training set.
 
         They are those that the same seed and `val_size` hold out in training, if the run held out any.
@@ -166,7 +174,7 @@ class Run:
         self._say(f"measured on {measured:,} examples of the training set, {whether}")
         return budget.threshold_of(self.model(data.classes), held_out)
 
-    def network(self, threshold: float | None = None) -> Restored:
+    def network(self, threshold: float | str | None = None) -> Restored:
         """The pruned network, ready for use."""
         if self.file.suffix == modelfile.SUFFIX and self._model is None:
             return self._from_model_file(threshold)
@@ -190,7 +198,7 @@ class Run:
         missing = [f"{name}=" for name, value in known.items() if value is None]
         return ArgumentError(f"{self.path} does not say {what}; give {' and '.join(missing)}")
 
-    def _from_model_file(self, threshold: float | None) -> Restored:
+    def _from_model_file(self, threshold: float | str | None) -> Restored:
         if threshold is not None:
             raise CheckpointError(f"{self.file} holds a pruned network: it has no log α for a threshold to act on")
         graph = modelfile.unpack_graph(
