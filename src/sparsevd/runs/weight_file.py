@@ -63,7 +63,14 @@ class WeightFile:
         counted = {key: t for key, t in tensors.items() if key not in left_out and t.is_floating_point()}
         others = sum(t.numel() for t in counted.values()) - sum(layer.weights for layer in layers)
         unsure = not self.checkpoint and not all("weight" in _last(key) or "bias" in _last(key) for key in counted)
-        return ModelSummary(tuple(layers), others, divergence if self.is_sparse else None, with_buffers=unsure)
+        dense = [(label_of(key), t.numel()) for key, t in counted.items() if t.ndim > 1 and key not in self._posteriors]
+        return ModelSummary(
+            tuple(layers),
+            others,
+            divergence if self.is_sparse else None,
+            with_buffers=unsure,
+            dense=tuple(dense) if self.is_sparse else (),
+        )
 
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of all weights is zero."""

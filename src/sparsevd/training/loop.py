@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
-from sparsevd.training import generator, threads
+from sparsevd.reporting.diagnosis import BEFORE_A_RUN, Course, diagnose
+from sparsevd.reporting.summary import summary
+from sparsevd.training import course, generator, threads
 from sparsevd.training.data import Batch, Data, batches
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
@@ -131,7 +133,9 @@ class Loop:
             interruptible() as self._interrupt,
         ):
             self._callbacks.insert(0, shown)
+            run = course.begun(self.task, self.schedule) if self.schedule.posteriors else None
             rng = self._begin(resume)
+            self._remark(run)
             while self.state.epoch < self.config.epochs:
                 begun = time.monotonic() - self.state.seconds
                 first = self._epoch(rng)
@@ -139,8 +143,19 @@ class Loop:
                 if self._interrupt.is_set():
                     self._stop(begun)
                 self._finish_epoch(first, begun)
+            self._remark(run, at_end=True)
         self.model.eval()
         return list(self.state.history)
+
+    def _remark(self, run: Course | None, at_end: bool = False) -> None:
+        """What there is to say of a run of Sparse VD, before its first step or after its last."""
+        remarks: list[str] = []
+        if run and at_end:
+            remarks = replace(summary(self.model), course=course.ended(run, self.state.history)).remarks
+        elif run:
+            remarks = diagnose(replace(run.start, course=run), BEFORE_A_RUN)
+        for callback in self._callbacks:
+            (callback.on_end if at_end else callback.on_begin)(remarks)
 
     def _begin(self, resume: bool) -> Tensor | None:
         """The state to start from; inside an epoch also that of the generator."""
