@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Annotated, get_origin, get_type_hints
 import pytest
 import torch
 import typer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
@@ -211,6 +213,26 @@ def test_threshold_auto(trained, user_folder):
     shown = runner.invoke(app, ["info", str(folder), "--threshold", "auto"]).output
     assert shown.splitlines()[:3] == alone.output.splitlines()[1:4]
     assert "lowest is neither a number nor auto" in runner.invoke(app, ["info", "x", "--threshold", "lowest"]).output
+
+
+def test_prune_and_polish(trained, user_folder):
+    folder, _ = trained
+    result = CliRunner().invoke(app, ["prune", str(folder), "-o", "polished.safetensors", "--polish", "2"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"polished: error on \d+ held-out examples [\d.]+ % before, [\d.]+ % after", result.output)
+    plain, polished = load_file(folder / "pruned.safetensors"), load_file("polished.safetensors")
+    assert plain.keys() == polished.keys()
+    for name, tensor in plain.items():
+        if tensor.ndim > 1:
+            assert torch.equal(tensor == 0, polished[name] == 0)
+            assert not torch.equal(tensor, polished[name])
+    with safe_open("polished.safetensors", "pt") as file:
+        assert file.metadata() == {"polish_epochs": "2"}
+    alone = user_folder / "elsewhere"
+    alone.mkdir()
+    shutil.copy(folder / "checkpoint.safetensors", alone)
+    unknown = CliRunner().invoke(app, ["prune", str(alone), "-o", "x", "--polish", "2"])
+    assert "does not say which network and data it is of; give model= and data=" in str(unknown.exception)
 
 
 def test_a_run_of_ones_own_code_needs_no_further_arguments(trained, user_folder):

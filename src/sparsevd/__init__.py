@@ -15,6 +15,7 @@ from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
 from sparsevd.training.budget import Budget
 from sparsevd.training.evaluation import elbo, evaluate
+from sparsevd.training.fine_tuning import polish
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
 from sparsevd.training.price import Auto
@@ -43,6 +44,7 @@ __all__ = [
     "kl",
     "load",
     "plan",
+    "polish",
     "prune",
     "save",
     "sparsify",

@@ -56,7 +56,9 @@ def train(
     except KeyboardInterrupt:
         print(f"\n{_interrupted(config)}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print(f"\n{result.summary}\n\n{training_run.describe(result)}")
+    print(
+        f"\n{result.summary.table()}\n\n{training_run.describe(result)}"
+    )  # its remarks were made at the end of the run
     print(f"written to {config.out}: {', '.join(FILES)}")
 
 
@@ -128,6 +130,9 @@ def prune(
         float | None, typer.Option(help="Or drop as many as cost at most so many points of %, on held-out examples.")
     ] = None,
     val_size: Annotated[int, typer.Option(help="Examples of the training set to measure that on.")] = HELD_OUT,
+    polish: Annotated[
+        int, typer.Option(help="Epochs of plain fine-tuning of what is left, on the run's data; zeros stay.", min=0)
+    ] = 0,
     model: Annotated[str | None, _MODEL] = None,
     data: Annotated[str | None, typer.Option(help="The data, if the folder does not say: as for train.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
@@ -142,7 +147,7 @@ def prune(
         threshold = run.threshold_within(Budget(max_error_increase=max_error_increase), val_size)
     elif threshold == "auto":
         threshold = run.cheap_threshold()
-    print(run.write_pruned(output, threshold))
+    print(run.write_pruned(output, threshold, polish))
     print(f"written to {output}")
 
 

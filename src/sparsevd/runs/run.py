@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,11 @@ from sparsevd.runs.sources import Sources
 from sparsevd.runs.weight_file import WeightFile
 from sparsevd.training.checkpoint import check_fit
 from sparsevd.training.data import size
+from sparsevd.training.evaluation import evaluate
+from sparsevd.training.fine_tuning import POLISH_RATE, polish
 from sparsevd.training.folder import CHECKPOINT, METRICS
 from sparsevd.training.price import Auto
+from sparsevd.training.recipes import FitConfig
 
 RUN = "run.json"
 PRUNED = "pruned.safetensors"
@@ -136,8 +139,11 @@ class Run:
         """The tensors of the plain network with its zeros; read without its code."""
         return self._weights.pruned(threshold)
 
-    def write_pruned(self, output: Path, threshold: float | str | None = None) -> ModelSummary:
-        """Write the pruned network of a checkpoint as safetensors with plain keys, and return its summary."""
+    def write_pruned(self, output: Path, threshold: float | str | None = None, polish_epochs: int = 0) -> ModelSummary:
+        """Write the pruned network of a checkpoint as safetensors with plain keys, and return its summary.
+
+        With `polish_epochs` it is fine-tuned before, on the data of the run; the file then says so.
+        """
         if self._weights.checkpoint is None:
             raise CheckpointError(
                 f"{self.file} is not a checkpoint of sparsevd: it holds tensors but no training state"
@@ -146,8 +152,37 @@ class Run:
             raise CheckpointError(
                 f"{self.path} has no Sparse VD layer; it is a dense network, and nothing says what to prune"
             )
-        write_tensors(output, self.pruned_tensors(threshold))
+        tensors, about = self.pruned_tensors(threshold), None
+        if polish_epochs:
+            tensors, about = self._polished(tensors, polish_epochs), {"polish_epochs": str(polish_epochs)}
+        write_tensors(output, tensors, about)
         return self.summary(threshold)
+
+    def _polished(self, tensors: dict[str, Tensor], epochs: int) -> dict[str, Tensor]:
+        """The same network after some epochs of plain training on what the run has trained on."""
+        if self.model_name is None or self.data_name is None:
+            raise self._incomplete("which network and data it is of", model=self.model_name, data=self.data_name)
+        asked = {name: self._origin.asked(name) if self._origin else 0 for name in ("val_size", "shift")}
+        mirror = self._origin is not None and self._origin.switched("mirror")
+        data = sources.load_data(self.data_name, self._data_dir, seed=self.seed(), mirror=mirror, **asked)
+        network = sources.build_model(self.model_name, data.classes)
+        check_fit(tensors, network.state_dict(), f"{self.file} does not fit the network {self.model_name}")
+        network.load_state_dict(tensors)
+        before = evaluate(network, data.val) if data.val is not None else None
+        polish(network, data.train, data.val, epochs, config=self._polishing())
+        if before is not None and before.error is not None and data.val is not None:
+            after = evaluate(network, data.val).error or 0.0
+            held_out = f"{size(data.val, 'val'):,} held-out examples"
+            self._say(f"polished: error on {held_out} {before.error:.2f} % before, {after:.2f} % after")
+        return dict(network.state_dict())
+
+    def _polishing(self) -> FitConfig:
+        """Batches, seed and a part of the rate of the run, where the checkpoint says them."""
+        settings = self._weights.checkpoint.progress.get("settings") if self._weights.checkpoint else None
+        known = settings if isinstance(settings, dict) else {}
+        names = ("batch_size", "learning_rate", "adam_beta2", "seed")
+        config = FitConfig(**{name: known[name] for name in names if name in known})
+        return replace(config, learning_rate=POLISH_RATE * config.learning_rate)
 
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of the weights is zero; read without the network's code."""
