@@ -205,13 +205,14 @@ def test_a_heavy_kl(healthy):
     x, y = problem(60)
     y = torch.where(torch.arange(60) % 5 == 0, 1 - y, y)
     model = network()
-    heard = fitted(model, (x, y), epochs=120, batch_size=20)
+    heard = fitted(model, (x, y), epochs=160, batch_size=20)
     (sentence,) = [each for each in heard.end if "heavy" in each]
     assert "for each of N = 60 examples" in sentence
     assert "fit(budget=sparsevd.Budget(max_error_increase=1))" in sentence
     assert said("heavy_kl", healthy[0], loss=0.4, n_train=60_000) is None
     assert said("heavy_kl", healthy[0], loss=0.4, n_train=60)
     assert said("heavy_kl", healthy[0], loss=0.04, n_train=60) is None
+    assert said("heavy_kl", healthy[0], loss=0.4, n_train=60, steps=400) is None  # of too few steps that says nothing
     assert said("heavy_kl", healthy[0]) is None
 
 

@@ -164,6 +164,8 @@ def heavy_kl(summary: ModelSummary) -> str | None:
     run, kl = summary.course, summary.kl
     if run is None or run.loss is None or kl is None or run.loss < POOR_FIT:
         return None
+    if run.steps < run.steps_needed:  # that comes first: the KL may yet fall
+        return None
     emptied = any(layer.weights and not layer.kept for layer in summary.layers)
     if kl / run.n_train < HEAVY_KL and not emptied:
         return None
