@@ -99,7 +99,7 @@ def main() -> None:
                 for unneeded in ("error", "error_before_threshold", "per_layer"):  # of the test set
                     del result[unneeded]
                 *tried, auto = cuts(out, seed)
-                records.add(net=net, seed=seed, cuts=tried, auto=auto, **result)
+                records.add(net=net, seed=seed, cuts=tried, auto=auto, **result, commit_of_the_cuts=records.commit)
     print("| network | seed | threshold 3 | 1 | auto | of the KL at auto |\n|---|---|---|---|---|---|")
     for r in sorted(records.all(), key=lambda r: (r["net"], r["seed"])):
         at = {cut["threshold"]: cut for cut in r["cuts"]}

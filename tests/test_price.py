@@ -71,8 +71,7 @@ def test_the_cut_spends_its_sum_and_no_more(trained):
     for share in (1e-4, 1e-3, 1e-2, 0.1):
         threshold = cheap_threshold(pairs, 3.0, share)
         allowed = share * sparsevd.kl(trained).item()
-        taken = (log_alpha > threshold + 1e-6) & (log_alpha <= 3)
-        spent = equations.price(log_alpha[taken]).sum().item()
+        spent = equations.price(log_alpha[log_alpha > threshold + 1e-6]).sum().item()
         dearest_left = equations.price(log_alpha[log_alpha <= threshold + 1e-6].max()).item()
         assert threshold <= 3
         assert spent <= allowed * (1 + 1e-5) < spent + dearest_left + 1e-9
@@ -85,17 +84,24 @@ def test_auto_finds_more_zeros_at_the_same_error(trained):
     assert zeros(sparsevd.prune(trained, threshold="auto")) == zeros(auto)  # the same without data, unchecked
 
 
-def test_what_is_lost_costs_nothing_more():
-    """Weights beyond the model's own threshold are no part of the sum, and an empty network has nothing to spend."""
+def test_auto_never_keeps_more_than_the_threshold_of_the_network():
+    """What lies just beyond that costs too, and may use up the sum; what is zero costs nothing."""
     model = sparsevd.sparsify(nn.Linear(10, 10))
+    pair = [(model.weight, model.log_sigma2)]
     with torch.no_grad():
         model.weight.fill_(1.0)
         model.log_sigma2.fill_(3.5)
-    assert cheap_threshold([(model.weight, model.log_sigma2)], 3.0) == 3.0
+    assert cheap_threshold(pair, 3.0) == 3.0  # an empty network has nothing to spend
     with torch.no_grad():
         model.log_sigma2[0] = -4.0
         model.log_sigma2[1, 0] = 2.5
-    assert cheap_threshold([(model.weight, model.log_sigma2)], 3.0) == -4.0
+    assert cheap_threshold(pair) == 3.5
+    assert cheap_threshold(pair, 3.0) == 3.0
+    assert sparsevd.summary(sparsevd.prune(model, threshold="auto")).kept == 11
+    with torch.no_grad():
+        model.weight[2:] = 0
+        model.weight[1, 1:] = 0
+    assert cheap_threshold(pair, 3.0) == -4.0
     assert sparsevd.summary(sparsevd.prune(model, threshold="auto")).kept == 10
 
 

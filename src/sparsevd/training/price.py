@@ -36,17 +36,16 @@ PAIRED_BATCH = 50  # small, so that there are many differences of losses, whose 
 
 @torch.no_grad()
 def cheap_threshold(
-    pairs: Sequence[tuple[Tensor, Tensor]], threshold: float = math.inf, share: float = PRICE_SHARE
+    pairs: Sequence[tuple[Tensor, Tensor]], most: float = math.inf, share: float = PRICE_SHARE
 ) -> float:
-    """The lowest cut of log α at which the weights that it takes beyond `threshold` cost at most this share of the KL.
+    """The lowest cut of log α at which all that it takes costs at most this share of the KL; at most `most`.
 
-    `pairs` are (θ, log σ²). What the present threshold takes is gone already and costs nothing more.
+    `pairs` are (θ, log σ²). A weight that is zero already costs nothing.
     """
-    log_alpha = torch.cat([equations.log_alpha(*pair).flatten().cpu() for pair in pairs])
-    kept = log_alpha[log_alpha <= threshold].sort(descending=True).values
+    log_alpha = torch.cat([equations.log_alpha(*pair).flatten().cpu() for pair in pairs]).sort(descending=True).values
     allowed = share * -equations.negative_kl(log_alpha.to(torch.float64)).sum()
-    taken = int((equations.price(kept).cumsum(0) <= allowed).sum())
-    return kept[taken].item() if taken < len(kept) else threshold
+    taken = int((equations.price(log_alpha).cumsum(0) <= allowed).sum())
+    return min(most, log_alpha[taken].item()) if taken < len(log_alpha) else most
 
 
 @dataclass(frozen=True)
