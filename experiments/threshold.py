@@ -6,7 +6,8 @@
 
 Each network is trained on 50,000 images and pruned at several thresholds and by the price in the bound. Errors are
 those of the 10,000 images held out of training. The share of the KL that "auto" may spend (`PRICE_SHARE`) was chosen on
-LeNet-300-100 with 30 epochs, seeds 0-2, of which no records are kept; the other networks had no say in it.
+LeNet-300-100 with 30 epochs, seeds 0-2, of which no records are kept. That weights beyond the network's own threshold
+count in the sum was decided when the run without dropping was seen. LeNet-5-Caffe was not run.
 
 "polish" fine-tunes the networks of these runs for three epochs after two cuts: the one by the price, and a harsh one.
 """

@@ -27,7 +27,7 @@ from sparsevd.training.inputs import Forward, call, changed
 logger = logging.getLogger("sparsevd")
 
 # Of the KL. On LeNet-300-100 it puts the cut near log α = 1 (experiments/threshold.py). The true price is higher than
-# the formula's, since no run ends at the optimum: there, about ten times. So a half of a thousandth, not one per cent.
+# the formula's, since no run ends at the optimum: there, several times. So half a thousandth, and not one per cent.
 PRICE_SHARE = 5e-4
 # A rise of the error is more than the noise of measuring beyond so many standard errors of the paired difference.
 STANDARD_ERRORS = 2.0
