@@ -135,7 +135,8 @@ class Loop:
             self._callbacks.insert(0, shown)
             run = course.begun(self.task, self.schedule) if self.schedule.posteriors else None
             rng = self._begin(resume)
-            self._remark(run)
+            if self.state.epoch < self.config.epochs:
+                self._remark(run)
             while self.state.epoch < self.config.epochs:
                 begun = time.monotonic() - self.state.seconds
                 first = self._epoch(rng)
