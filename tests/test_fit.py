@@ -556,7 +556,8 @@ def test_training_outside_the_main_thread():
 
 def test_lines_are_printed_where_there_is_no_terminal(capsys):
     sparsevd.fit(network(), problem(), problem(50), FEW)
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out.splitlines()
+    lines = [line for line in shown if not line.startswith("note: ")]  # of so short a run
     assert len(lines) == 4
     assert lines[-1].startswith("epoch 4/4  loss ")
     assert "validation error" in lines[-1]

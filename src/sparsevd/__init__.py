@@ -2,7 +2,7 @@
 
 import sys
 
-from sparsevd.conversion import prune, sparsify
+from sparsevd.conversion import CUTS, prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.graph import capture
 from sparsevd.graph.compaction import compact
@@ -15,12 +15,15 @@ from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
 from sparsevd.training.budget import Budget
 from sparsevd.training.evaluation import elbo, evaluate
+from sparsevd.training.fine_tuning import polish
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
+from sparsevd.training.price import Auto
 from sparsevd.training.recipes import FitConfig
 
 __version__ = "0.1.0"
 
+CUTS["auto"] = Auto()
 keep_old_names(sys.modules[__name__])
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "kl",
     "load",
     "plan",
+    "polish",
     "prune",
     "save",
     "sparsify",

@@ -56,7 +56,9 @@ def train(
     except KeyboardInterrupt:
         print(f"\n{_interrupted(config)}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print(f"\n{result.summary}\n\n{training_run.describe(result)}")
+    print(
+        f"\n{result.summary.table()}\n\n{training_run.describe(result)}"
+    )  # its remarks were made at the end of the run
     print(f"written to {config.out}: {', '.join(FILES)}")
 
 
@@ -64,6 +66,22 @@ def _interrupted(config: RunConfig) -> str:
     if Run(config.out).has_begun():
         return f"interrupted; the state is saved in {config.out}. The same command with --resume goes on"
     return "interrupted before the first step; nothing was saved"
+
+
+def _cut(text: str) -> float | str:
+    """A threshold as it is typed."""
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text} is neither a number nor auto") from error
+
+
+def _threshold(text: str) -> Any:
+    return typer.Option(
+        help=f"{text}; auto: as low as costs next to nothing in the bound.", parser=_cut, metavar="FLOAT|auto"
+    )
 
 
 _MODEL = typer.Option(help="The network, if the folder does not say: one of the paper, or package.module:factory.")
@@ -82,7 +100,7 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 @app.command(epilog="Example: sparsevd info runs/demo/checkpoint.safetensors")
 def info(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
-    threshold: Annotated[float | None, typer.Option(help="Count with another threshold of log α.")] = None,
+    threshold: Annotated[Any, _threshold("Count with another threshold of log α")] = None,
     model: Annotated[str | None, _MODEL] = None,
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
@@ -106,12 +124,15 @@ def info(
 def prune(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of Sparse VD training, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the pruned network.")],
-    threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
+    threshold: Annotated[Any, _threshold("Drop weights of log α above it")] = None,
     sparsity: Annotated[float | None, typer.Option(help="Or drop this share of the weights, such as 0.95.")] = None,
     max_error_increase: Annotated[
         float | None, typer.Option(help="Or drop as many as cost at most so many points of %, on held-out examples.")
     ] = None,
     val_size: Annotated[int, typer.Option(help="Examples of the training set to measure that on.")] = HELD_OUT,
+    polish: Annotated[
+        int, typer.Option(help="Epochs of plain fine-tuning of what is left, on the run's data; zeros stay.", min=0)
+    ] = 0,
     model: Annotated[str | None, _MODEL] = None,
     data: Annotated[str | None, typer.Option(help="The data, if the folder does not say: as for train.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
@@ -124,7 +145,9 @@ def prune(
         threshold = run.threshold_of_sparsity(sparsity)
     elif max_error_increase is not None:
         threshold = run.threshold_within(Budget(max_error_increase=max_error_increase), val_size)
-    print(run.write_pruned(output, threshold))
+    elif threshold == "auto":
+        threshold = run.cheap_threshold()
+    print(run.write_pruned(output, threshold, polish))
     print(f"written to {output}")
 
 
@@ -140,7 +163,7 @@ def export(
     sparse_initializers: Annotated[
         bool, typer.Option("--sparse-initializers", help="ONNX: store mostly-zero tensors as sparse ones.")
     ] = False,
-    threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
+    threshold: Annotated[Any, _threshold("Drop weights of log α above it")] = None,
     model: Annotated[str | None, _MODEL] = None,
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
@@ -175,7 +198,7 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be given again. Default: 1, 16, 64.")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="Threads; may be given again. Default: 1, 2.")] = None,
     compiler: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile too.")] = True,
-    threshold: Annotated[float | None, typer.Option(help="Drop weights of log α above it.")] = None,
+    threshold: Annotated[Any, _threshold("Drop weights of log α above it")] = None,
     model: Annotated[str | None, _MODEL] = None,
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:

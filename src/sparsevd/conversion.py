@@ -10,7 +10,7 @@ import logging
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -178,15 +178,21 @@ def sparsify(
 
 
 class Cut(Protocol):
-    """Says where to cut log α; `sparsevd.Budget` is one."""
+    """Says where to cut log α; `sparsevd.Budget` is one. None: each layer at its own threshold."""
 
-    def threshold_of(self, model: nn.Module, data: Any = None, **how: Any) -> float: ...
+    @property
+    def threshold_of(self) -> Callable[..., float | None]:
+        """A method of the model, the data or None, and `loss` and `forward` as for `evaluate`."""
+
+
+# Cuts that `prune(threshold=...)` knows by name. "auto" measures, which is for rooms below: the package adds it.
+CUTS: dict[str, Cut] = {}
 
 
 def prune(
     model: nn.Module,
     *,
-    threshold: float | None = None,
+    threshold: float | str | None = None,
     sparsity: float | None = None,
     budget: Cut | None = None,
     data: Any = None,
@@ -196,35 +202,38 @@ def prune(
     """The plain torch network with exact zeros where log α exceeds the threshold, and the original state_dict keys.
 
         pruned = sparsevd.prune(model)
+        pruned = sparsevd.prune(model, threshold="auto", data=held_out)
         pruned = sparsevd.prune(model, sparsity=0.95)
         pruned = sparsevd.prune(model, budget=sparsevd.Budget(max_error_increase=0.5), data=held_out)
 
     Args:
         model: a Sparse VD network; it is copied unless `inplace`.
         threshold: overrides the threshold of every layer (3.0 unless `sparsify` was told otherwise); infinity keeps
-            every weight.
+            every weight. "auto" cuts lower, as far as that costs next to nothing in the bound.
         sparsity: instead of a threshold, the share of all weights to make zero: those with the largest log α.
         budget: instead of both, what may be lost, or how large the file may be: the sparsest network that keeps to it.
-        data: what a budget is measured on; held-out data, in any form that `evaluate` takes.
+        data: what a budget is measured on; held-out data, in any form that `evaluate` takes. With "auto" it checks the
+            cut: where the error rises by more than the noise of measuring, the model's own threshold is kept.
         inplace: change the given model instead of a copy.
-        how: `loss` and `forward`, as for `evaluate`, for a budget that is measured.
+        how: `loss` and `forward`, as for `evaluate`, for what is measured.
     """
     if sum(given is not None for given in (threshold, sparsity, budget)) > 1:
         raise ArgumentError("threshold, sparsity and budget each say where to cut; give one of them")
-    if budget is None and (data is not None or how):
+    cut = _named_cut(threshold) if isinstance(threshold, str) else budget
+    if cut is None and (data is not None or how):
         raise ArgumentError(f"{', '.join(['data', *how][data is None :])}: only a budget is measured; give budget= too")
-    if threshold is not None:
-        checked_threshold(threshold)
+    if cut is not None:
+        limit = cut.threshold_of(model, data, **how)
     elif sparsity is not None:
-        threshold = threshold_of_sparsity(model, sparsity)
-    elif budget is not None:
-        threshold = budget.threshold_of(model, data, **how)
+        limit = threshold_of_sparsity(model, sparsity)
+    else:
+        limit = None if threshold is None else checked_threshold(float(threshold))
     if not inplace:
         model = copied(model)
     required_posteriors(model)  # says so if there are none
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in noisy_modules(model).items():
-        swaps[layer] = layer.plain(threshold)
+        swaps[layer] = layer.plain(limit)
         for posterior in layer.posteriors():
             left = swaps[layer].get_parameter(posterior.weight)
             if not left.is_meta and not torch.any(left):
@@ -241,6 +250,12 @@ def prune(
     model = swap(model, swaps)
     restore_fast_paths(model.modules())
     return model
+
+
+def _named_cut(name: str) -> Cut:
+    if name not in CUTS:
+        raise ArgumentError(f"threshold={name!r} must be a number or {' or '.join(map(repr, CUTS))}")
+    return CUTS[name]
 
 
 def threshold_of_sparsity(model: nn.Module, sparsity: float) -> float:

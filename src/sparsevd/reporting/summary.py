@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -10,13 +10,19 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ConversionError
 from sparsevd.layers import SPARSE_TYPES
-from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, equations, posteriors
+from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, equations, label_of, posteriors
+from sparsevd.reporting.diagnosis import Course, diagnose
 from sparsevd.reporting.table import table
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer. `log_alpha` holds the 5, 50 and 95 % quantiles over the kept weights, for Sparse VD layers only."""
+    """One layer. What comes after `kept` is of Sparse VD layers only.
+
+    `log_alpha` holds the 5, 50 and 95 % quantiles over the kept weights; `around` how many would be kept with a
+    threshold lower and higher by 1; `noise` is Σσ²/Σθ²; `first_log_sigma2` that of all weights, if nothing has changed
+    it since `sparsify`.
+    """
 
     name: str
     type: str
@@ -24,6 +30,14 @@ class LayerSummary:
     weights: int
     kept: int
     log_alpha: tuple[float, float, float] | None = None
+    around: tuple[int, int] | None = None
+    noise: float | None = None
+    first_log_sigma2: float | None = None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether it is a Sparse VD layer."""
+        return self.around is not None
 
     @property
     def sparsity(self) -> float:
@@ -36,13 +50,16 @@ class ModelSummary:
     """All layers and their totals.
 
     As in the paper, only the weights of these layers count in `ratio`. `whole_ratio` is that of all parameters: what
-    stays dense shows in it.
+    stays dense shows in it. `dense` has the tensors of a Sparse VD network that carry no noise and could: matrices and
+    filters, not biases. `course` is that of its run, where it is known: diagnoses ask for it.
     """
 
     layers: tuple[LayerSummary, ...]
     other_parameters: int
     kl: float | None = None
     with_buffers: bool = False  # the others may hold buffers: a file that was counted does not say which they are
+    dense: tuple[tuple[str, int], ...] = ()
+    course: Course | None = field(default=None, repr=False)
 
     @property
     def weights(self) -> int:
@@ -90,9 +107,19 @@ class ModelSummary:
             "whole_ratio": self.whole_ratio if math.isfinite(self.whole_ratio) else None,
             "kl": self.kl,
             "layers": layers,
+            "remarks": self.remarks,
         }
 
+    @property
+    def remarks(self) -> list[str]:
+        """What happened, in words (see `diagnosis`); usually nothing."""
+        return diagnose(self)
+
     def __str__(self) -> str:
+        return "\n".join([self.table(), *(f"note: {remark}" for remark in self.remarks)])
+
+    def table(self) -> str:
+        """The layers and the headline, without remarks."""
         header = ("layer", "type", "shape", "weights", "kept", "sparsity", "log α of the kept, 5 / 50 / 95 %")
         rows = [
             (
@@ -143,7 +170,17 @@ def summary(model: nn.Module) -> ModelSummary:
     with torch.no_grad():
         kl = sum(each.kl().item() for each in found) if found else None
     others = parameters - noise - sum(row.weights for row in rows.values())
-    return ModelSummary(tuple(rows.values()), others, kl)
+    return ModelSummary(tuple(rows.values()), others, kl, dense=_dense(model, found))
+
+
+def _dense(model: nn.Module, found: Sequence[Posterior]) -> tuple[tuple[str, int], ...]:
+    """The matrices and filters without noise of a network that has some with it."""
+    noisy = {id(parameter) for each in found for parameter in (each.theta, each.log_sigma2)}
+    return tuple(
+        (label_of(name), parameter.numel())
+        for name, parameter in model.named_parameters()
+        if found and parameter.ndim > 1 and id(parameter) not in noisy
+    )
 
 
 def _weights(module: nn.Module) -> Sequence[str]:
@@ -163,14 +200,25 @@ def summarise_layer(
     name: str, type_name: str, weight: Tensor, log_sigma2: Tensor | None = None, threshold: float = THRESHOLD
 ) -> LayerSummary:
     """One tensor of weights: kept is what the threshold leaves, or without noise what is not zero."""
-    quantiles = None
-    kept = weight
-    if log_sigma2 is not None:
-        kept = equations.pruned(weight, log_sigma2, threshold)
-        log_alpha = equations.log_alpha(weight, log_sigma2)[kept != 0]
-        if len(log_alpha):
-            quantiles = _quantiles(log_alpha)
-    return LayerSummary(name, type_name, tuple(weight.shape), weight.numel(), int(torch.count_nonzero(kept)), quantiles)
+    if log_sigma2 is None:
+        return LayerSummary(name, type_name, tuple(weight.shape), weight.numel(), int(torch.count_nonzero(weight)))
+    log_alpha = equations.log_alpha(weight, log_sigma2)
+    kept = (log_alpha <= threshold) & (weight != 0)
+    left = log_alpha[kept]
+    low, high = (int(((log_alpha <= threshold + by) & (weight != 0)).sum()) for by in (-1, 1))
+    noise = (log_sigma2.exp().mean() / weight.to(log_sigma2.dtype).square().mean()).item() if weight.numel() else 0.0
+    first = log_sigma2.flatten()[0].item() if weight.numel() and (log_sigma2 == log_sigma2.flatten()[0]).all() else None
+    return LayerSummary(
+        name,
+        type_name,
+        tuple(weight.shape),
+        weight.numel(),
+        int(kept.sum()),
+        _quantiles(left) if len(left) else None,
+        (low, high),
+        noise if math.isfinite(noise) else None,
+        first,
+    )
 
 
 def _quantiles(values: Tensor) -> tuple[float, float, float]:

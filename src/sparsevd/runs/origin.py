@@ -59,6 +59,11 @@ class Origin:
         value = asked.get(setting) if isinstance(asked, dict) else None
         return value if isinstance(value, int) and is_whole(value, 0, 1 << 53) else 0
 
+    def switched(self, setting: str) -> bool:
+        """Whether the command was given a switch."""
+        asked = self.said.get("asked")
+        return isinstance(asked, dict) and asked.get(setting) is True
+
     def _check_factory(self, name: str, of: str) -> None:
         module, _, attribute = name.partition(":")
         if not (self.owned and all(part.isidentifier() for part in [*module.split("."), attribute])):

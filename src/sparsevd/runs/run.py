@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd import modelfile
-from sparsevd.conversion import sparsify
+from sparsevd.conversion import Cut, sparsify
 from sparsevd.errors import ArgumentError, CheckpointError, FormatError
 from sparsevd.files import atomic, json_object, lock
 from sparsevd.files.tensors import write_tensors
@@ -38,10 +38,13 @@ from sparsevd.runs import sources
 from sparsevd.runs.origin import Origin
 from sparsevd.runs.sources import Sources
 from sparsevd.runs.weight_file import WeightFile
-from sparsevd.training.budget import Budget
 from sparsevd.training.checkpoint import check_fit
 from sparsevd.training.data import size, split
+from sparsevd.training.evaluation import evaluate
+from sparsevd.training.fine_tuning import POLISH_RATE, polish
 from sparsevd.training.folder import CHECKPOINT, METRICS
+from sparsevd.training.price import Auto
+from sparsevd.training.recipes import FitConfig
 
 RUN = "run.json"
 PRUNED = "pruned.safetensors"
@@ -128,16 +131,19 @@ class Run:
             raise self._incomplete("which network and data it is of", model=self.model_name, data=self.data_name)
         return sources.load_data(self.data_name, self._data_dir)
 
-    def summary(self, threshold: float | None = None) -> ModelSummary:
+    def summary(self, threshold: float | str | None = None) -> ModelSummary:
         """What is left of the network, layer by layer; read without its code."""
         return self._weights.summary(threshold)
 
-    def pruned_tensors(self, threshold: float | None = None) -> dict[str, Tensor]:
+    def pruned_tensors(self, threshold: float | str | None = None) -> dict[str, Tensor]:
         """The tensors of the plain network with its zeros; read without its code."""
         return self._weights.pruned(threshold)
 
-    def write_pruned(self, output: Path, threshold: float | None = None) -> ModelSummary:
-        """Write the pruned network of a checkpoint as safetensors with plain keys, and return its summary."""
+    def write_pruned(self, output: Path, threshold: float | str | None = None, polish_epochs: int = 0) -> ModelSummary:
+        """Write the pruned network of a checkpoint as safetensors with plain keys, and return its summary.
+
+        With `polish_epochs` it is fine-tuned before, on the data of the run; the file then says so.
+        """
         if self._weights.checkpoint is None:
             raise CheckpointError(
                 f"{self.file} is not a checkpoint of sparsevd: it holds tensors but no training state"
@@ -146,14 +152,51 @@ class Run:
             raise CheckpointError(
                 f"{self.path} has no Sparse VD layer; it is a dense network, and nothing says what to prune"
             )
-        write_tensors(output, self.pruned_tensors(threshold))
+        tensors, about = self.pruned_tensors(threshold), None
+        if polish_epochs:
+            tensors, about = self._polished(tensors, polish_epochs), {"polish_epochs": str(polish_epochs)}
+        write_tensors(output, tensors, about)
         return self.summary(threshold)
+
+    def _polished(self, tensors: dict[str, Tensor], epochs: int) -> dict[str, Tensor]:
+        """The same network after some epochs of plain training on what the run has trained on."""
+        if self.model_name is None or self.data_name is None:
+            raise self._incomplete("which network and data it is of", model=self.model_name, data=self.data_name)
+        asked = {name: self._origin.asked(name) if self._origin else 0 for name in ("val_size", "shift")}
+        mirror = self._origin is not None and self._origin.switched("mirror")
+        data = sources.load_data(self.data_name, self._data_dir, seed=self.seed(), mirror=mirror, **asked)
+        network = sources.build_model(self.model_name, data.classes)
+        check_fit(tensors, network.state_dict(), f"{self.file} does not fit the network {self.model_name}")
+        network.load_state_dict(tensors)
+        before = evaluate(network, data.val) if data.val is not None else None
+        polish(network, data.train, data.val, epochs, config=self._polishing())
+        if before is not None and before.error is not None and data.val is not None:
+            after = evaluate(network, data.val).error or 0.0
+            held_out = f"{size(data.val, 'val'):,} held-out examples"
+            self._say(f"polished: error on {held_out} {before.error:.2f} % before, {after:.2f} % after")
+        return dict(network.state_dict())
+
+    def _polishing(self) -> FitConfig:
+        """Batches, seed and a part of the rate of the run, where the checkpoint says them."""
+        settings = self._weights.checkpoint.progress.get("settings") if self._weights.checkpoint else None
+        known = settings if isinstance(settings, dict) else {}
+        names = ("batch_size", "learning_rate", "adam_beta2", "seed")
+        config = FitConfig(**{name: known[name] for name in names if name in known})
+        return replace(config, learning_rate=POLISH_RATE * config.learning_rate)
 
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of the weights is zero; read without the network's code."""
         return self._weights.threshold_of_sparsity(sparsity)
 
-    def threshold_within(self, budget: Budget, val_size: int = HELD_OUT) -> float:
+    def cheap_threshold(self) -> float | str | None:
+        """Where to cut log α by the price in the bound, checked on what the run has held out, if it has."""
+        held_out = self._origin.asked("val_size") if self._origin else 0
+        if held_out and self._weights.is_sparse:
+            return self.threshold_within(Auto(), held_out)
+        self._say("cut by the price in the bound alone: the run has held out no examples to check that on")
+        return "auto"
+
+    def threshold_within(self, budget: Cut, val_size: int = HELD_OUT) -> float | None:
         """Where to cut log α to keep to a budget, measured on examples of the training set.
 
         They are those that the same seed and `val_size` hold out in training, if the run held out any.
@@ -166,7 +209,7 @@ class Run:
         self._say(f"measured on {measured:,} examples of the training set, {whether}")
         return budget.threshold_of(self.model(data.classes), held_out)
 
-    def network(self, threshold: float | None = None) -> Restored:
+    def network(self, threshold: float | str | None = None) -> Restored:
         """The pruned network, ready for use."""
         if self.file.suffix == modelfile.SUFFIX and self._model is None:
             return self._from_model_file(threshold)
@@ -190,7 +233,7 @@ class Run:
         missing = [f"{name}=" for name, value in known.items() if value is None]
         return ArgumentError(f"{self.path} does not say {what}; give {' and '.join(missing)}")
 
-    def _from_model_file(self, threshold: float | None) -> Restored:
+    def _from_model_file(self, threshold: float | str | None) -> Restored:
         if threshold is not None:
             raise CheckpointError(f"{self.file} holds a pruned network: it has no log α for a threshold to act on")
         graph = modelfile.unpack_graph(

@@ -5,7 +5,7 @@ The folder is locked until the end: a second training in it is refused and chang
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from sparsevd.training.checkpoint import load_weights
 from sparsevd.training.data import checked, size
 from sparsevd.training.evaluation import Evaluation, elbo, evaluate
 from sparsevd.training.loop import fit, fit_dense
+from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import FitConfig
 from sparsevd.zoo import models
 
@@ -93,10 +94,10 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
             asked = {name: getattr(config, name) for name in ASKED}
             asked["init_from"] = str(config.init_from) if config.init_from else None
             begun = folder.begin(asked, facts, resume=config.resume)
-            model, seconds = _train(config, dense, data, say)
+            model, seconds, remarks = _train(config, dense, data, say)
             pruned = prune(model)
             result = _tested(config, model, pruned, data, seconds)
-            folder.finish(pruned, _as_dict(config, result), begun)
+            folder.finish(pruned, _as_dict(config, result) | {"remarks": remarks}, begun)
             return result
 
 
@@ -112,8 +113,10 @@ def _check_folder(config: RunConfig, folder: Run) -> None:
         raise ArgumentError(f"{config.out} already holds a run; resume=True continues it, overwrite=True starts anew")
 
 
-def _train(config: RunConfig, dense: nn.Module, data: Sources, say: Callable[[str], None]) -> tuple[nn.Module, float]:
-    """The Sparse VD network, and the seconds that its training took."""
+def _train(
+    config: RunConfig, dense: nn.Module, data: Sources, say: Callable[[str], None]
+) -> tuple[nn.Module, float, list[str]]:
+    """The Sparse VD network, the seconds that its training took, and what there is to say of it."""
     if config.pretrain_epochs:
         say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
         recipe = replace(
@@ -132,8 +135,18 @@ def _train(config: RunConfig, dense: nn.Module, data: Sources, say: Callable[[st
     )
     if not kernels.available():
         say("the C kernels are not built (no C compiler at installation): training works, at about half the speed")
-    history = fit(model, data.train, data.val, config.fit, run_dir=config.out, resume=config.resume)
-    return model, sum(metrics.seconds for metrics in history)
+    remarks = _Remarks()
+    history = fit(
+        model, data.train, data.val, config.fit, run_dir=config.out, resume=config.resume, callbacks=[remarks]
+    )
+    return model, sum(metrics.seconds for metrics in history), remarks.said
+
+
+class _Remarks(Callback):
+    """What `fit` has said at its end, for summary.json."""
+
+    def on_end(self, remarks: Sequence[str]) -> None:
+        self.said = list(remarks)
 
 
 def _tested(config: RunConfig, model: nn.Module, pruned: nn.Module, data: Sources, seconds: float) -> RunResult:

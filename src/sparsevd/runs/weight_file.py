@@ -12,6 +12,7 @@ from sparsevd.files.tensors import read_tensors
 from sparsevd.posterior import checked_threshold, equations, label_of, threshold_for
 from sparsevd.reporting.summary import LayerSummary, ModelSummary, summarise_layer
 from sparsevd.training.checkpoint import FLOATING, KEY, Checkpoint
+from sparsevd.training.price import cheap_threshold
 
 # Torch cannot count the zeros of others, such as float8 and uint16.
 _COUNTED = (*FLOATING, torch.complex64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
@@ -40,12 +41,12 @@ class WeightFile:
         """Whether something says which weights to prune."""
         return self.checkpoint is not None and bool(self.checkpoint.posteriors)
 
-    def pruned(self, threshold: float | None = None) -> dict[str, Tensor]:
+    def pruned(self, threshold: float | str | None = None) -> dict[str, Tensor]:
         """The tensors of the plain network, with zeros where log α exceeds the threshold."""
         limits = self._thresholds(threshold)
         return self._plain() | {name: equations.pruned(*self._pair(name), limit) for name, limit in limits.items()}
 
-    def summary(self, threshold: float | None = None) -> ModelSummary:
+    def summary(self, threshold: float | str | None = None) -> ModelSummary:
         """What is left of each layer: by log α, or of a plain network by its zeros."""
         layers, divergence = [], 0.0
         for name, limit in self._thresholds(threshold).items():
@@ -62,14 +63,24 @@ class WeightFile:
         counted = {key: t for key, t in tensors.items() if key not in left_out and t.is_floating_point()}
         others = sum(t.numel() for t in counted.values()) - sum(layer.weights for layer in layers)
         unsure = not self.checkpoint and not all("weight" in _last(key) or "bias" in _last(key) for key in counted)
-        return ModelSummary(tuple(layers), others, divergence if self.is_sparse else None, with_buffers=unsure)
+        dense = [(label_of(key), t.numel()) for key, t in counted.items() if t.ndim > 1 and key not in self._posteriors]
+        return ModelSummary(
+            tuple(layers),
+            others,
+            divergence if self.is_sparse else None,
+            with_buffers=unsure,
+            dense=tuple(dense) if self.is_sparse else (),
+        )
 
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of all weights is zero."""
         if not self.is_sparse:
             raise CheckpointError(f"{self.path} holds a plain network: it has no log α that says which weights to drop")
-        names = [name for name, known in self._posteriors.items() if known["of"] == name]
-        return threshold_for([self._pair(name) for name in names], sparsity)
+        return threshold_for(self._pairs(), sparsity)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """θ and log σ² of every posterior, a shared one once."""
+        return [self._pair(name) for name, known in self._posteriors.items() if known["of"] == name]
 
     def _plain(self) -> dict[str, Tensor]:
         return self.checkpoint.plain() if self.checkpoint else dict(self.tensors)
@@ -82,13 +93,16 @@ class WeightFile:
         """θ and log σ²."""
         return self.tensors[name], self.tensors[self._posteriors[name]["noise"]]
 
-    def _thresholds(self, threshold: float | None) -> dict[str, float]:
-        """Where to cut each θ: at its own threshold, or at the one that is asked for."""
+    def _thresholds(self, threshold: float | str | None) -> dict[str, float]:
+        """Where to cut each θ: at its own threshold, or at the one that is asked for; "auto" by the price."""
+        own = {name: known["threshold"] for name, known in self._posteriors.items()}
         if threshold is None:
-            return {name: known["threshold"] for name, known in self._posteriors.items()}
+            return own
         if not self.is_sparse:
             raise CheckpointError(f"{self.path} holds a plain network: it has no log α for a threshold to act on")
-        return dict.fromkeys(self._posteriors, checked_threshold(threshold))
+        if isinstance(threshold, str):
+            return dict.fromkeys(own, cheap_threshold(self._pairs(), max(own.values())))
+        return dict.fromkeys(own, checked_threshold(threshold))
 
     def _plain_layers(self, tensors: dict[str, Tensor]) -> list[LayerSummary]:
         weights = {key: t for key, t in tensors.items() if _last(key) == "weight" and t.ndim >= 2}

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
-from sparsevd.training import generator, start, threads
+from sparsevd.reporting.diagnosis import BEFORE_A_RUN, Course, diagnose
+from sparsevd.reporting.summary import summary
+from sparsevd.training import course, generator, start, threads
 from sparsevd.training.budget import Budget
 from sparsevd.training.data import Batch, Data, batches, checked, size, split
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
@@ -145,7 +147,11 @@ class Loop:
         ):
             self._callbacks.insert(0, shown)
             self._say = shown.say
+            self._choose(resume)
+            run = course.begun(self.task, self.schedule) if self.schedule.posteriors else None
             rng = self._begin(resume)
+            if self.state.epoch < self.config.epochs:
+                self._remark(run)
             while self.state.epoch < self.config.epochs:
                 begun = time.monotonic() - self.state.seconds
                 first = self._epoch(rng)
@@ -153,6 +159,7 @@ class Loop:
                 if self._interrupt.is_set():
                     self._stop(begun)
                 self._finish_epoch(first, begun)
+            self._remark(run, at_end=True)
         self.model.eval()
         return list(self.state.history)
 
@@ -181,10 +188,19 @@ class Loop:
         self.optimizer = BoundAdam(self.model, rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
         self.schedule = Schedule(self.model, config, task.n, self._budget, judge)
 
+    def _remark(self, run: Course | None, at_end: bool = False) -> None:
+        """What there is to say of a run of Sparse VD, before its first step or after its last."""
+        remarks: list[str] = []
+        if run and at_end:
+            remarks = replace(summary(self.model), course=course.ended(run, self.state.history)).remarks
+        elif run:
+            remarks = diagnose(replace(run.start, course=run), BEFORE_A_RUN)
+        for callback in self._callbacks:
+            (callback.on_end if at_end else callback.on_begin)(remarks)
+
     def _begin(self, resume: bool) -> Tensor | None:
         """The state to start from; inside an epoch also that of the generator."""
         rng = None
-        self._choose(resume)
         if resume:
             self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule)
         else:

@@ -3,12 +3,16 @@
 A person sees a live bar on a terminal, a line per epoch elsewhere, or nothing.
 """
 
+import logging
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from sparsevd.training.history import EpochMetrics
+
+logger = logging.getLogger("sparsevd")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Callback:
     An exception ends the training. The folder of the run then holds the last finished epoch.
     """
 
+    def on_begin(self, remarks: Sequence[str]) -> None:
+        """The training begins. What there is to say of it beforehand: too few steps, too much noise."""
+
     def on_step(self, moment: Moment) -> None:
         """A step is over. The network may be evaluated here; its layers may hold a part of their weights only, so what
         prunes, counts, saves or copies them belongs into `on_epoch`, or asks for `contract=False`."""
@@ -35,18 +42,29 @@ class Callback:
     def on_epoch(self, moment: Moment) -> None:
         """An epoch is over, and its checkpoint is written; `moment.metrics` are its numbers."""
 
+    def on_end(self, remarks: Sequence[str]) -> None:
+        """The training is over. What happened, in words: those of `sparsevd.reporting.diagnosis`, usually none."""
+
 
 class Display(Callback):
-    """What a person sees; use as a context manager. This one shows nothing."""
+    """What a person sees; use as a context manager. This one shows nothing: remarks go to the log."""
+
+    def on_begin(self, remarks: Sequence[str]) -> None:
+        for remark in remarks:
+            self.say(f"note: {remark}")
+
+    def on_end(self, remarks: Sequence[str]) -> None:
+        self.on_begin(remarks)
+
+    def say(self, line: str) -> None:
+        """A line beside the progress."""
+        logger.info("%s", line)
 
     def __enter__(self) -> "Display":
         return self
 
     def __exit__(self, *error: object) -> None:
         return None
-
-    def say(self, text: str) -> None:
-        """A sentence between two moments."""
 
 
 @final
@@ -57,9 +75,6 @@ class Lines(Display):
         self._begun = time.monotonic()
         self._first: float | None = None
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
     def on_step(self, moment: Moment) -> None:
         if self._first is None:
             self._first = moment.progress  # not zero in a resumed run
@@ -67,7 +82,10 @@ class Lines(Display):
     def on_epoch(self, moment: Moment) -> None:
         worked = moment.progress - (self._first or 0.0)
         left = (time.monotonic() - self._begun) * (1 - moment.progress) / worked if worked > 0 else 0.0
-        print(f"{moment.text}  ·  {left / 60:.1f} min left", flush=True)
+        self.say(f"{moment.text}  ·  {left / 60:.1f} min left")
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
 
 
 @final
@@ -105,8 +123,8 @@ class Bar(Display):
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
 
     def on_step(self, moment: Moment) -> None:
         if time.monotonic() - self._shown > 0.1:  # a text per step would cost more than a step of a small net
