@@ -31,6 +31,7 @@ from sparsevd.training.progress import Callback, Moment, display
 from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
 from sparsevd.training.schedule import Schedule
 from sparsevd.training.task import Task
+from sparsevd.training.teacher import TEMPERATURE, WEIGHT, Teacher
 
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
@@ -47,6 +48,9 @@ def fit(
     loss: Loss = F.cross_entropy,
     forward: Forward = call,
     metric: Metric | None = None,
+    teacher: nn.Module | Tensor | None = None,
+    temperature: float = TEMPERATURE,
+    teacher_weight: float = WEIGHT,
     n_train: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
@@ -66,6 +70,10 @@ def fit(
         loss: mean negative log-likelihood of a batch, cross-entropy unless given.
         forward: how to call the model, (model, inputs) → output. Unless given, model(x), model(*x) or model(**x).
         metric: a number to watch on `val` beside loss and error: the mean over a batch, of the output and the target.
+        teacher: a classifier to learn from beside the labels: a network, which sees each batch as the model does, or
+            its logits, one row per example of a pair (x, y). The loss that is shown stays that of the labels.
+        temperature: what both networks' logits are divided by in the teacher's term.
+        teacher_weight: the weight of that term; the labels have the rest.
         n_train: N, where the data cannot say it (an iterable of unknown length).
         run_dir: a folder for checkpoint.safetensors and metrics.jsonl, written after each epoch. It is locked for the
             time of the training (not on Windows): a second one in it is refused.
@@ -78,7 +86,8 @@ def fit(
     config = config or FitConfig()
     if config.weight_decay:
         raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
-    task = Task(model, train, val, config, loss, forward, metric, n_train)
+    taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
+    task = Task(model, train, val, config, loss, forward, metric, n_train, taught)
     return Loop(task, run_dir, callbacks).run(resume, progress)
 
 
@@ -117,7 +126,7 @@ class Loop:
             self.model, config.learning_rate, beta2=config.adam_beta2, weight_decay=config.weight_decay
         )
         self.schedule = Schedule(self.model, config, task.n)
-        self.folder = TrainingFolder(run_dir, {**asdict(config), "n_train": task.n})
+        self.folder = TrainingFolder(run_dir, {**asdict(config), "n_train": task.n, **task.settings()})
         self.state = State()
         self._last: EpochMetrics | None = None
 
@@ -131,6 +140,8 @@ class Loop:
             interruptible() as self._interrupt,
         ):
             self._callbacks.insert(0, shown)
+            if self.task.teacher is not None:
+                shown.say(f"taught by {self.task.teacher}")
             rng = self._begin(resume)
             while self.state.epoch < self.config.epochs:
                 begun = time.monotonic() - self.state.seconds
@@ -177,7 +188,8 @@ class Loop:
         return first
 
     def _step(self, batch: Batch, parameters: list[nn.Parameter]) -> None:
-        x, y = self.task.placed(batch)
+        batch = self.task.placed(batch)
+        x, y = batch
         if self.state.batch == 0:
             check_targets(self.task.loss, y)
         phase = self.schedule.at(self.progress)
@@ -186,12 +198,14 @@ class Loop:
 
         output = self.task.forward(self.model, x)
         nll = self.task.loss(output, y)
+        teacher = self.task.teacher
+        objective = nll if teacher is None else teacher.mixed(nll, output, batch, self.task.forward)
         for parameter in parameters:
             parameter.grad = None
-        nll.backward()  # type: ignore[no-untyped-call]
+        objective.backward()  # type: ignore[no-untyped-call]
         value = nll.item()
-        if not math.isfinite(value):
-            self._diverged(value)
+        if not math.isfinite(value) or not (objective is nll or objective.isfinite()):
+            self._diverged(objective.item())
         self.optimizer.step()
         self.schedule.keep_zeros()
 

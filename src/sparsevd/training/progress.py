@@ -45,6 +45,9 @@ class Display(Callback):
     def __exit__(self, *error: object) -> None:
         return None
 
+    def say(self, text: str) -> None:
+        """A sentence about the run, before it begins."""
+
 
 @final
 class Lines(Display):
@@ -53,6 +56,9 @@ class Lines(Display):
     def __init__(self) -> None:
         self._begun = time.monotonic()
         self._first: float | None = None
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
 
     def on_step(self, moment: Moment) -> None:
         if self._first is None:
@@ -98,6 +104,9 @@ class Bar(Display):
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False)
 
     def on_step(self, moment: Moment) -> None:
         if time.monotonic() - self._shown > 0.1:  # a text per step would cost more than a step of a small net

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.training.data import Batch, Data, checked, examples_per_epoch, number_of_examples
+from sparsevd.training.data import Batch, Data, Taught, checked, examples_per_epoch, number_of_examples
 from sparsevd.training.evaluation import Loss, Metric, device_of
 from sparsevd.training.inputs import Forward, changed
 from sparsevd.training.likelihood import check_loss
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.teacher import Teacher
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Task:
     forward: Forward
     metric: Metric | None
     n_train: int | None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.train = checked(self.train, "train")
@@ -37,15 +39,24 @@ class Task:
         self.n = number_of_examples(self.train, self.n_train)
         self.per_epoch = examples_per_epoch(self.train, self.n)
         self.device = device_of(self.model)
+        if self.teacher is not None:
+            if self.teacher.source is self.model:
+                raise ArgumentError("teacher is the very network that learns; give another, or a copy of it")
+            self.train = self.teacher.beside(self.train)
         last = self.config.channels_last and self.device.type == "cpu"
         self.memory_format = torch.channels_last if last else torch.contiguous_format
         # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
         self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
 
+    def settings(self) -> dict[str, str | None]:
+        """What a resumed run must have too, beside its recipe."""
+        return {"teacher": str(self.teacher) if self.teacher else None}
+
     def placed(self, batch: Batch) -> Batch:
         """A batch where the model is, and as its convolutions like it."""
         x, y = batch
-        return changed(x, self._placed), y.to(self.device)
+        placed = changed(x, self._placed), y.to(self.device)
+        return Taught(placed, batch.logits) if isinstance(batch, Taught) else placed
 
     def _placed(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
