@@ -15,6 +15,8 @@ from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
 from sparsevd.training.budget import Budget
 from sparsevd.training.evaluation import elbo, evaluate
+from sparsevd.training.gaussian import Gaussian
+from sparsevd.training.likelihood import Bernoulli
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
 from sparsevd.training.recipes import FitConfig
@@ -24,8 +26,10 @@ __version__ = "0.1.0"
 keep_old_names(sys.modules[__name__])
 
 __all__ = [
+    "Bernoulli",
     "Budget",
     "FitConfig",
+    "Gaussian",
     "SparseVDError",
     "SparseVDWarning",
     "accelerate",

@@ -22,10 +22,10 @@ from sparsevd.training import generator, threads
 from sparsevd.training.data import Batch, Data, batches
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
+from sparsevd.training.gaussian import Gaussian
 from sparsevd.training.history import EpochMetrics
 from sparsevd.training.inputs import Forward, call
 from sparsevd.training.interruption import interruptible
-from sparsevd.training.likelihood import check_targets
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback, Moment, display
 from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
@@ -67,7 +67,8 @@ def fit(
             DataLoader (which keeps its own batch size and order). A batch may also be a dict with "labels" in it.
         val: data to watch, in the same forms, or None.
         config: the recipe; its defaults are good ones.
-        loss: mean negative log-likelihood of a batch, cross-entropy unless given.
+        loss: mean negative log-likelihood of a batch, cross-entropy unless given: `sparsevd.Gaussian()` for numbers,
+            `sparsevd.Bernoulli()` for several labels per example, or a function of yours of output and target.
         forward: how to call the model, (model, inputs) → output. Unless given, model(x), model(*x) or model(**x).
         metric: a number to watch on `val` beside loss and error: the mean over a batch, of the output and the target.
         teacher: a classifier to learn from beside the labels: a network, which sees each batch as the model does, or
@@ -129,6 +130,7 @@ class Loop:
         self.folder = TrainingFolder(run_dir, {**asdict(config), "n_train": task.n, **task.settings()})
         self.state = State()
         self._last: EpochMetrics | None = None
+        self._begun = False  # the first step of this process was taken
 
     def run(self, resume: bool, show: bool) -> list[EpochMetrics]:
         """All epochs that are left."""
@@ -157,7 +159,7 @@ class Loop:
         """The state to start from; inside an epoch also that of the generator."""
         rng = None
         if resume:
-            self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule)
+            self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule, self.task.loss)
         else:
             self.folder.refuse_to_overwrite()
         self._last = self.state.history[-1] if self.state.history else None
@@ -190,8 +192,9 @@ class Loop:
     def _step(self, batch: Batch, parameters: list[nn.Parameter]) -> None:
         batch = self.task.placed(batch)
         x, y = batch
-        if self.state.batch == 0:
-            check_targets(self.task.loss, y)
+        if not self._begun:
+            self.optimizer.units = self.task.units(batch, begun=self.state.epoch > 0 or self.state.batch > 0)
+            self._begun = True
         phase = self.schedule.at(self.progress)
         self.optimizer.set_learning_rate(self.config.rate(self.progress), phase.noise_ratio)
         self.optimizer.kl_weight = phase.kl_weight
@@ -209,7 +212,7 @@ class Loop:
         self.optimizer.step()
         self.schedule.keep_zeros()
 
-        self.state.add(value, wrong(output, y), len(y))
+        self.state.add(value, wrong(output, y, self.task.loss), len(y))
         moment = self._moment()
         for callback in self._callbacks:
             callback.on_step(moment)
@@ -229,7 +232,7 @@ class Loop:
         metrics = replace(metrics, seconds=time.monotonic() - begun)
         self._last = metrics
         self.state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
-        self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule)
+        self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule, loss=self.task.loss)
         for callback in self._callbacks:
             callback.on_epoch(self._moment())
         threads.warn_if_they_spin()
@@ -240,7 +243,7 @@ class Loop:
         """Ctrl-C came inside an epoch: save what is needed to go on with the very next batch."""
         self._check_parameters()
         self.state.seconds = time.monotonic() - begun
-        self.folder.save(self.model, self.optimizer, self.state, torch.get_rng_state(), self.schedule)
+        self.folder.save(self.model, self.optimizer, self.state, torch.get_rng_state(), self.schedule, self.task.loss)
         raise KeyboardInterrupt
 
     def _pass_over(self, remaining: Iterator[Batch]) -> None:
@@ -279,6 +282,9 @@ class Loop:
             seconds=0.0,
             alive={each.label: each.inputs_and_units() for each in self.schedule.posteriors} if left else None,
             val_metric=held_out.metric if held_out else None,
+            train_r2=task.loss.r2 if isinstance(task.loss, Gaussian) else None,
+            val_r2=held_out.r2 if held_out else None,
+            val_perplexity=held_out.perplexity if held_out else None,
         )
 
     def _bound_on(self, data: list[Batch]) -> float:
@@ -303,7 +309,10 @@ class Loop:
         figures = [
             ("loss {:.3f}", loss),
             ("train error {:.2f} %", missed),
+            ("train R² {:.3f}", last.train_r2 if last else None),
             ("validation error {:.2f} %", last.val_error if last else None),
+            ("validation R² {:.3f}", last.val_r2 if last else None),
+            ("validation perplexity {:.2f}", last.val_perplexity if last else None),
             (f"{_name(self.task.metric)} {{:.4g}}", last.val_metric if last else None),
             ("{:.1f}× fewer weights", last.ratio if last else None),
         ]
