@@ -217,8 +217,22 @@ def test_where_the_last_layer_cannot_be_found_standardised_targets_need_no_word(
     model = sparsevd.sparsify(Exponential(nn.Linear(8, 1)))
     config = sparsevd.FitConfig(epochs=1, batch_size=20)
     sparsevd.fit(model, (X, Y / Y.std()), None, config, loss=sparsevd.Gaussian(), progress=False)
-    with pytest.warns(SparseVDWarning, match="standardise y"):
+    with pytest.warns(SparseVDWarning, match="standardise y") as said:
         sparsevd.fit(model, (X, 100 * Y), None, config, loss=sparsevd.Gaussian(), progress=False)
+    assert said[0].filename == __file__
+
+
+def test_an_output_that_is_no_tensor_needs_a_forward():
+    class Two(nn.Linear):
+        def forward(self, x):
+            return {"mean": super().forward(x)}
+
+    one = sparsevd.FitConfig(epochs=1, batch_size=20)
+    model = nn.Sequential(sparsevd.sparsify(nn.Sequential(nn.Linear(8, 8))), Two(8, 1))
+    with pytest.raises(ArgumentError, match="is a dict; give its tensor by forward="):
+        sparsevd.fit(model, (X, Y), None, one, loss=sparsevd.Gaussian(), progress=False)
+    loss, forward = sparsevd.Gaussian(), lambda model, x: model(x)["mean"]
+    sparsevd.fit(model, (X, Y / Y.std()), None, one, loss=loss, forward=forward, progress=False)
 
 
 def test_images_and_loaders():

@@ -129,7 +129,8 @@ class Gaussian(Likelihood):
         self._centre = y.mean(1)
         without_bias = layer is not None and layer.bias is None
         deviation = (y.square().mean(1) if without_bias else y.var(1, correction=0)).sqrt()
-        self._size = torch.where(deviation > 0, deviation, 1.0)
+        size = torch.where(deviation > 0, deviation, self._centre.abs())  # of one example nothing else is known
+        self._size = torch.where(size > 0, size, 1.0)
         if layer is None:
             self._warn_if_far_from_standard()
             return None
@@ -158,7 +159,7 @@ class Gaussian(Likelihood):
             "no linear layer or convolution gives the network's output as it is, so its first weights and their steps "
             f"are meant for targets of mean 0 and deviation 1, and these have {means} and {deviations}; standardise y",
             SparseVDWarning,
-            stacklevel=7,
+            stacklevel=9,
         )
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from sparsevd.errors import ArgumentError
 from sparsevd.layers.layer import SparseLayer
 from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import posteriors
@@ -95,10 +96,12 @@ def output_layer(model: nn.Module, forward: Forward, inputs: Any, axis: int) -> 
     hooks = [module.register_forward_hook(keep) for module in candidates]
     try:
         with in_eval_mode(model), torch.random.fork_rng([]):
-            output: Tensor = forward(model, inputs)
+            output = forward(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
+    if not isinstance(output, Tensor):
+        raise ArgumentError(f"the network's output is a {type(output).__name__}; give its tensor by forward=")
     calls = Counter(module for module, _, _ in found)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for module, given, version in found:
