@@ -472,6 +472,11 @@ def test_weights_of_another_kind_are_refused_and_of_another_precision_taken(tmp_
         Run(tmp_path / "eight").summary()
 
 
+# The numbers of an epoch that a format and those after it have, and those before it lack.
+LATER = {4: ("train_r2", "val_r2", "val_perplexity")}
+LATER[3] = ("val_metric", *LATER[4])
+
+
 def as_format(folder, version):
     """What an earlier format wrote for the same run."""
     checkpoint = Checkpoint.load(folder / "checkpoint.safetensors")
@@ -479,29 +484,33 @@ def as_format(folder, version):
     schedule = Schedule(model, CONFIG, len(DATA[0]))
     state, _ = TrainingFolder(folder, SETTINGS).restore(model, BoundAdam(model, CONFIG.learning_rate), schedule)
     progress = dict(checkpoint.progress)
-    layers = {"": {"type": "SparseLinear", "threshold": 3.0, "of": ""}}
+    progress["settings"] = {k: v for k, v in progress["settings"].items() if k not in ("teacher", "likelihood")}
+    described = {"layers": {"": {"type": "SparseLinear", "threshold": 3.0, "of": ""}}}
+    if version == 3:
+        described = {"posteriors": checkpoint.posteriors, "aliases": checkpoint.aliases}
     tensors = {f"model.{key}": value for key, value in checkpoint.model.items()}
     tensors |= {f"optimizer.{key}": value for key, value in checkpoint.optimizer.items()}
     if "weight" in checkpoint.schedule:
-        tensors["optimizer.log_sigma2/epochs_above"] = checkpoint.schedule["weight"]
+        counter = "optimizer.log_sigma2/epochs_above" if version < 3 else "schedule.weight"
+        tensors[counter] = checkpoint.schedule["weight"]
     if version == 1:
         progress = {"settings": progress["settings"], "state": dict(progress["state"])}
         entries = [asdict(metrics) for metrics in state.history]
-        progress["state"]["history"] = [{k: v for k, v in entry.items() if k != "val_metric"} for entry in entries]
+        progress["state"]["history"] = [{k: v for k, v in entry.items() if k not in LATER[3]} for entry in entries]
     else:
-        columns = len(checkpoint.history["numbers"][0]) - 1  # without the metric
+        columns = len(checkpoint.history["numbers"][0]) - len(LATER[version + 1])
         parts = {name: part if name == "alive" else part[:, :columns] for name, part in checkpoint.history.items()}
         tensors |= {f"history.{name}": part for name, part in parts.items()}
-    about = {"format": version, "layers": layers, "buffers": checkpoint.buffers, "progress": progress}
+    about = {"format": version, **described, "buffers": checkpoint.buffers, "progress": progress}
     write_tensors(folder / "checkpoint.safetensors", tensors, {"sparsevd": json.dumps(about)})
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_runs_of_all_formats_go_on_to_the_same_bits(tmp_path, two_epochs, version):
     unbroken = small_model()
     history = sparsevd.fit(unbroken, DATA, DATA, CONFIG, run_dir=tmp_path / "unbroken", progress=False)
     copied(two_epochs, tmp_path)
-    if version < 3:
+    if version < 4:
         as_format(tmp_path, version)
     model = small_model()
     resumed = sparsevd.fit(model, DATA, DATA, CONFIG, run_dir=tmp_path, resume=True, progress=False)
@@ -596,3 +605,29 @@ def test_a_history_is_a_sequence_of_epochs():
         with pytest.raises(IndexError):
             history[2]
     assert not History.empty()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"means": None},
+        {"means": torch.zeros(2, 1)},
+        {"means": torch.full((3, 1), torch.nan)},
+        {"centre": torch.zeros(1, 1)},
+        {"size": torch.zeros(1)},
+        {"steps": torch.tensor([0, 100])},
+        {"steps": torch.tensor([1.0, 100.0])},
+        {"other": torch.zeros(1)},
+    ],
+)
+def test_what_a_likelihood_has_learned_is_checked(tmp_path, damage):
+    x, y = torch.randn(40, 3), torch.randn(40, 1)
+    model = sparsevd.sparsify(torch.nn.Linear(3, 1))
+    sparsevd.fit(model, (x, y), None, CONFIG, loss=sparsevd.Gaussian(), run_dir=tmp_path, progress=False)
+    checkpoint = Checkpoint.load(tmp_path / "checkpoint.safetensors")
+    checkpoint.likelihood = {k: v for k, v in (checkpoint.likelihood | damage).items() if v is not None}
+    checkpoint.save(tmp_path / "checkpoint.safetensors")
+    with pytest.raises(CheckpointError, match="what its likelihood has learned does not fit"):
+        sparsevd.fit(
+            model, (x, y), None, CONFIG, loss=sparsevd.Gaussian(), run_dir=tmp_path, resume=True, progress=False
+        )

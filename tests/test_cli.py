@@ -485,6 +485,20 @@ def test_help_has_an_example(name):
     assert f"Example: sparsevd {name} " in " ".join(shown.output.split())
 
 
+def test_a_run_teaches_another(trained, user_folder):
+    taught = [*TRAIN, "--out", "taught", "--epochs", "2", "--teacher"]
+    result = CliRunner().invoke(app, [*taught, str(trained[0]), "--temperature", "2"])
+    assert result.exit_code == 0, result.output
+    assert "taught by Sequential (" in result.output
+    assert ", temperature 2, weight 0.5" in result.output
+    summary = json.loads((user_folder / "taught" / "summary.json").read_text())
+    assert summary["teacher"] == {"path": str(trained[0]), "temperature": 2.0, "weight": 0.5}
+    again = CliRunner().invoke(app, [*taught, str(trained[0]), "--resume"])  # at another temperature
+    assert "other settings" in str(again.exception)
+    nobody = CliRunner().invoke(app, [*TRAIN, "--out", "other", "--teacher", "nobody"])
+    assert "nobody" in str(nobody.exception)
+
+
 def test_recipes_are_named_and_options_override_them(user_folder):
     def run(*options):
         result = CliRunner().invoke(app, [*TRAIN, *options, "--out", "run", "--overwrite"])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import sparsevd
-from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError
+from sparsevd.errors import ArgumentError, CheckpointError, ConversionError, DivergenceError, SparseVDWarning
 from sparsevd.posterior import Posterior
 from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.training.data import Augmented, batches
@@ -323,7 +323,8 @@ def test_regression_with_another_loss():
     y = x[:, :1] * 2
     model = sparsevd.sparsify(nn.Linear(12, 1))
     config = sparsevd.FitConfig(epochs=30, batch_size=30, learning_rate=0.05)
-    history = sparsevd.fit(model, (x, y), (x, y), config, loss=F.mse_loss, progress=False)
+    with pytest.warns(SparseVDWarning, match="Gaussian"):
+        history = sparsevd.fit(model, (x, y), (x, y), config, loss=F.mse_loss, progress=False)
     assert history[-1].val_error is None
     assert history[-1].val_loss < 0.5
 

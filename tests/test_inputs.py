@@ -206,7 +206,7 @@ def test_numbers_to_predict_are_not_taken_for_probabilities():
             with pytest.raises(ArgumentError, match="cross-entropy takes these for the probabilities of classes"):
                 sparsevd.fit(model, data, None, CONFIG, progress=False)
     sparsevd.fit(model, (A, torch.rand(100, 3).softmax(1)), None, CONFIG, progress=False)
-    sparsevd.fit(model, (A, torch.randn(100, 3)), None, CONFIG, progress=False, loss=nn.functional.mse_loss)
+    sparsevd.fit(model, (A, torch.randn(100, 3)), None, CONFIG, progress=False, loss=sparsevd.Gaussian())
 
 
 def test_a_loss_that_is_no_mean_is_refused():

@@ -16,6 +16,8 @@ from sparsevd.runtime.plan import plan
 from sparsevd.training.budget import Budget
 from sparsevd.training.evaluation import elbo, evaluate
 from sparsevd.training.fine_tuning import polish
+from sparsevd.training.gaussian import Gaussian
+from sparsevd.training.likelihood import Bernoulli
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
 from sparsevd.training.price import Auto
@@ -27,8 +29,10 @@ CUTS["auto"] = Auto()
 keep_old_names(sys.modules[__name__])
 
 __all__ = [
+    "Bernoulli",
     "Budget",
     "FitConfig",
+    "Gaussian",
     "SparseVDError",
     "SparseVDWarning",
     "accelerate",

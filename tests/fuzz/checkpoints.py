@@ -145,7 +145,8 @@ def in_format_1(file: File) -> File:
     del about["progress"]["history_layers"], about["progress"]["metrics"]
     entries = [asdict(metrics) for metrics in state.history]
     for entry in entries:
-        del entry["val_metric"]
+        for later in ("val_metric", "train_r2", "val_r2", "val_perplexity"):
+            del entry[later]
     about["progress"]["state"]["history"] = entries
     posteriors = about.pop("posteriors")
     del about["aliases"]

@@ -182,7 +182,7 @@ class Run:
         known = settings if isinstance(settings, dict) else {}
         names = ("batch_size", "learning_rate", "adam_beta2", "seed")
         config = FitConfig(**{name: known[name] for name in names if name in known})
-        return replace(config, learning_rate=POLISH_RATE * config.learning_rate)
+        return replace(config, learning_rate=POLISH_RATE * config.rate(0.0))
 
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of the weights is zero; read without the network's code."""

@@ -29,6 +29,7 @@ from sparsevd.training.evaluation import Evaluation, elbo, evaluate
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.teacher import TEMPERATURE, WEIGHT
 from sparsevd.zoo import models
 
 # What the data and the start depend on: a run can only be resumed with the same.
@@ -51,6 +52,9 @@ class RunConfig:
     shift: Annotated[int, "Train on images shifted by up to so many pixels."] = 0
     mirror: Annotated[bool, "Train on mirror images too."] = False
     init_from: Annotated[Path | None, "Checkpoint or safetensors file to take the first weights from."] = None
+    teacher: Annotated[Path | None, "Finished run or model file of a network to learn from, beside the labels."] = None
+    temperature: Annotated[float, "What the logits of both are divided by in the teacher's term."] = TEMPERATURE
+    teacher_weight: Annotated[float, "Weight of that term; the labels have the rest."] = WEIGHT
     data_dir: Annotated[Path | None, "Folder with the data set. [env: SPARSEVD_DATA]"] = None
     resume: Annotated[bool, "Go on with the run in the folder, if there is one."] = False
     overwrite: Annotated[bool, "Replace the run in the folder."] = False
@@ -117,6 +121,7 @@ def _train(
     config: RunConfig, dense: nn.Module, data: Sources, say: Callable[[str], None]
 ) -> tuple[nn.Module, float, list[str]]:
     """The Sparse VD network, the seconds that its training took, and what there is to say of it."""
+    teacher = Run(config.teacher, say=say).network().network if config.teacher else None
     if config.pretrain_epochs:
         say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
         recipe = replace(
@@ -137,7 +142,16 @@ def _train(
         say("the C kernels are not built (no C compiler at installation): training works, at about half the speed")
     remarks = _Remarks()
     history = fit(
-        model, data.train, data.val, config.fit, run_dir=config.out, resume=config.resume, callbacks=[remarks]
+        model,
+        data.train,
+        data.val,
+        config.fit,
+        teacher=teacher,
+        temperature=config.temperature,
+        teacher_weight=config.teacher_weight,
+        run_dir=config.out,
+        resume=config.resume,
+        callbacks=[remarks],
     )
     return model, sum(metrics.seconds for metrics in history), remarks.said
 
@@ -180,11 +194,18 @@ def describe(result: RunResult) -> str:
     return "\n".join([*lines, ours])
 
 
+def _taught(config: RunConfig) -> dict[str, Any] | None:
+    if config.teacher is None:
+        return None
+    return {"path": str(config.teacher), "temperature": config.temperature, "weight": config.teacher_weight}
+
+
 def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:
     return {
         "model": config.model,
         "data": config.data,
         "config": asdict(config.fit),
+        "teacher": _taught(config),
         "threshold": config.threshold if math.isfinite(config.threshold) else str(config.threshold),
         "ratio": result.summary.ratio if result.summary.kept else None,
         "test_error": result.test.error if result.test else None,

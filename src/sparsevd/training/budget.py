@@ -42,6 +42,7 @@ class Point:
         if self.evaluation is not None:
             shown = self.evaluation
             parts.append(f"error {shown.error:.2f} %" if shown.error is not None else f"loss {shown.loss:.4g}")
+            parts += [f"R² {shown.r2:.3f}"] if shown.r2 is not None else []
             parts += [f"metric {shown.metric:.4g}"] if shown.metric is not None else []
         return ", ".join([*parts, *([f"{self.size:,} bytes"] if self.size is not None else [])])
 

@@ -15,10 +15,12 @@ from sparsevd.files.tensors import read_tensors, write_tensors
 from sparsevd.posterior import named_posteriors
 
 # Of what can be read; the last is what is written. In format 1 the history of training is in the description. In 1 and
-# 2 layers are described instead of posteriors, and what the schedule counts is among the optimizer's numbers.
-FORMATS = (1, 2, 3)
+# 2 layers are described instead of posteriors, and what the schedule counts is among the optimizer's numbers. Since 4
+# there is what a likelihood has learned.
+FORMATS = (1, 2, 3, 4)
 KEY = "sparsevd"  # of the description, in a file's metadata
 _MODEL, _OPTIMIZER, _SCHEDULE, _HISTORY, _RNG = "model.", "optimizer.", "schedule.", "history.", "rng"
+_LIKELIHOOD = "likelihood."
 _EPOCHS_ABOVE = "epochs_above"  # the schedule's counter in formats 1 and 2
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -29,16 +31,17 @@ _Kind = TypeVar("_Kind")
 class Checkpoint:
     """Everything that training needs to go on.
 
-    model: the state_dict; optimizer: "<parameter>/<Adam's name>" → tensor; schedule: its state_dict; rng: the state of
-    torch's generator, for a checkpoint inside an epoch; posteriors: name of θ → name of its log σ², threshold, type of
-    the layer, and `of`, the first name where a tensor has several; buffers: which of the model's tensors are not
-    parameters; aliases: which are parameters under a second name; progress: what `fit` keeps, as JSON holds it;
-    history: what it keeps as tensors; format: the one that it was read in.
+    model: the state_dict; optimizer: "<parameter>/<Adam's name>" → tensor; schedule, likelihood: their state_dicts;
+    rng: the state of torch's generator, for a checkpoint inside an epoch; posteriors: name of θ → name of its log σ²,
+    threshold, type of the layer, and `of`, the first name where a tensor has several; buffers: which of the model's
+    tensors are not parameters; aliases: which are parameters under a second name; progress: what `fit` keeps, as JSON
+    holds it; history: what it keeps as tensors; format: the one that it was read in.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     schedule: dict[str, Tensor] = field(default_factory=dict)
+    likelihood: dict[str, Tensor] = field(default_factory=dict)
     rng: Tensor | None = None
     posteriors: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
@@ -51,6 +54,7 @@ class Checkpoint:
         tensors = {_MODEL + key: tensor for key, tensor in self.model.items()}
         tensors |= {_OPTIMIZER + key: tensor for key, tensor in self.optimizer.items()}
         tensors |= {_SCHEDULE + key: tensor for key, tensor in self.schedule.items()}
+        tensors |= {_LIKELIHOOD + key: tensor for key, tensor in self.likelihood.items()}
         tensors |= {_HISTORY + key: tensor for key, tensor in self.history.items()}
         if self.rng is not None:
             tensors[_RNG] = self.rng
@@ -90,6 +94,7 @@ class Checkpoint:
             model=_part(tensors, _MODEL),
             optimizer=_part(tensors, _OPTIMIZER),
             schedule=_part(tensors, _SCHEDULE),
+            likelihood=_part(tensors, _LIKELIHOOD),
             rng=tensors.get(_RNG),
             posteriors=_entry(about, "posteriors", dict, path),
             buffers=_entry(about, "buffers", list, path),

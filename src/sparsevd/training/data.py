@@ -53,6 +53,17 @@ class Augmented(tuple[Tensor, Tensor]):
         return padded[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
+class Taught(tuple[Any, Tensor]):
+    """A pair (x, y), or a batch of one, with a teacher's logits of each example."""
+
+    logits: Tensor
+
+    def __new__(cls, pair: tuple[Any, Tensor], logits: Tensor) -> "Taught":
+        self = super().__new__(cls, pair)
+        self.logits = logits
+        return self
+
+
 def checked(data: object, name: str) -> Data:
     """The data if it has one of the forms that are understood; a TensorDataset of two becomes its pair."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
@@ -196,7 +207,8 @@ def _slices(data: tuple[Any, Tensor], batch_size: int, shuffle: bool) -> Iterato
         chosen = changed(x, lambda tensor, where=where: tensor[where])  # type: ignore[misc]
         if order is not None and isinstance(data, Augmented):
             chosen = data.changed(cast(Tensor, chosen))
-        yield chosen, y[where]
+        batch = chosen, y[where]
+        yield Taught(batch, data.logits[where]) if isinstance(data, Taught) else batch
         start = end
 
 

@@ -1,6 +1,7 @@
 """How good a network is: loss, error and a metric of one's own on data, and the variational bound."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,26 +14,38 @@ from sparsevd.errors import ArgumentError
 from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import noisy_modules
 from sparsevd.training.data import Batch, Data, batches, checked, size
+from sparsevd.training.gaussian import Gaussian, RSquared
 from sparsevd.training.inputs import Forward, call, changed
+from sparsevd.training.likelihood import Likelihood, is_cross_entropy
 from sparsevd.training.objective import kl
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # (output, target) of a batch → its mean over the examples.
 Metric = Callable[[Tensor, Tensor], float | Tensor]
 EVALUATION_BATCH = 1000
+MOST_NATS = 700  # e to this is near the largest float
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss, for classification the error in %, and the mean of a metric if one was given."""
+    """The mean loss, for classification the error in %, and the mean of a metric if one was given.
+
+    With several labels per example (`Bernoulli`) the error is the share of wrong labels; `r2` is for numbers
+    (`Gaussian`), `perplexity` for cross-entropy on targets (example, position), as of texts.
+    """
 
     loss: float
     error: float | None
     metric: float | None = None
+    r2: float | None = None
+    perplexity: float | None = None
 
 
-def wrong(output: object, target: Tensor) -> int | None:
-    """How many examples are classified wrongly; None where this is no classification of one class per example."""
+def wrong(output: object, target: Tensor, loss: Loss = F.cross_entropy) -> float | None:
+    """How many examples are classified wrongly; None where this is no classification of one class per example, and no
+    likelihood that counts otherwise."""
+    if isinstance(loss, Likelihood) and isinstance(output, Tensor):
+        return loss.wrong(output, target)
     if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
     return int((output.detach().argmax(dim=1) != target).sum())
@@ -120,18 +133,34 @@ def _average(
     model: nn.Module, data: Iterable[Batch], loss: Loss, forward: Forward = call, metric: Metric | None = None
 ) -> Evaluation:
     device = device_of(model)
-    total, measured, errors, count = 0.0, 0.0, 0, 0
-    classification = True
+    total, measured, count = 0.0, 0.0, 0
+    errors: float = 0
+    classification, tokens = True, is_cross_entropy(loss)
+    r2 = RSquared(loss) if isinstance(loss, Gaussian) else None
     for x, y in data:
         x, y = changed(x, lambda tensor: tensor.to(device)), y.to(device)
         output = forward(model, x)
         total += loss(output, y).item() * len(y)
         measured += float(metric(output, y)) * len(y) if metric else 0.0
-        missed = wrong(output, y)
+        if r2 is not None:
+            r2.add(output, y)
+        tokens = tokens and y.ndim == 2 and not y.is_floating_point()
+        missed = wrong(output, y, loss)
         classification = classification and missed is not None
         errors += missed or 0
         count += len(y)
     if count == 0:
         raise ArgumentError("the data gave no batch to evaluate on; does its DataLoader drop a last, incomplete one?")
     error = 100 * errors / count if classification else None
-    return Evaluation(total / count, error, measured / count if metric else None)
+    return Evaluation(
+        loss=total / count,
+        error=error,
+        metric=measured / count if metric else None,
+        r2=r2.value() if r2 else None,
+        perplexity=perplexity_of(total / count) if tokens else None,
+    )
+
+
+def perplexity_of(loss: float) -> float:
+    """e to the mean loss of a token."""
+    return math.exp(loss) if loss < MOST_NATS else math.inf

@@ -16,7 +16,7 @@ from sparsevd.training.history import EpochMetrics
 from sparsevd.training.inputs import Forward, call
 from sparsevd.training.loop import fit_dense
 from sparsevd.training.progress import Callback, Moment
-from sparsevd.training.recipes import FitConfig
+from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 
 POLISH_EPOCHS = 3
 # Of the recipe's rate: the network is good already.
@@ -62,8 +62,7 @@ def polish(
     if is_noisy(pruned):
         raise ArgumentError("polish trains a plain network; this one has Sparse VD layers: prune it first")
     if config is None:
-        config = FitConfig()
-        config = replace(config, learning_rate=POLISH_RATE * config.learning_rate)
+        config = FitConfig(learning_rate=POLISH_RATE * LEARNING_RATE)
     config = replace(config, epochs=epochs)
     zeros = Zeros(pruned)
     pruned.train()

@@ -20,6 +20,7 @@ from sparsevd.files.json_object import is_whole, shown
 from sparsevd.training import history, restoration
 from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.training.history import LARGEST_INTEGER, History
+from sparsevd.training.likelihood import Likelihood
 from sparsevd.training.metrics_file import MetricsFile
 from sparsevd.training.schedule import Schedule
 
@@ -35,12 +36,12 @@ class State:
     batch: int = 0
     seen: int = 0
     loss: float = 0.0
-    wrong: int | None = 0
+    wrong: float | None = 0
     seconds: float = 0.0
     bfloat16: bool | None = None  # whether large variance products are in it; None before the run has begun
     history: History = field(default_factory=History.empty)
 
-    def add(self, loss: float, wrong: int | None, examples: int) -> None:
+    def add(self, loss: float, wrong: float | None, examples: int) -> None:
         """One more batch of so many examples: its mean loss, and how many were classified wrongly, if that is known."""
         self.batch += 1
         self.seen += examples
@@ -90,6 +91,7 @@ class TrainingFolder:
         state: State,
         rng: Tensor | None = None,
         schedule: Schedule | None = None,
+        loss: object = None,
     ) -> None:
         if self.path is None or self._metrics is None:
             return
@@ -109,6 +111,7 @@ class TrainingFolder:
             model=dict(model.state_dict()),
             optimizer=slots,
             schedule=schedule.state_dict() if schedule else {},
+            likelihood=loss.state_dict() if isinstance(loss, Likelihood) else {},
             rng=rng,
             posteriors=restoration.described(model),
             buffers=[name for name, _ in model.named_buffers(remove_duplicate=False)],
@@ -123,7 +126,11 @@ class TrainingFolder:
             raise WriteError(f"{error}. {self.last_good()} Once it can be written, resume the run") from error
 
     def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule | None = None,
+        loss: object = None,
     ) -> tuple[State, Tensor | None]:
         """The state to go on from; the beginning if no checkpoint was written yet."""
         if self.path is None or self._metrics is None:
@@ -154,11 +161,18 @@ class TrainingFolder:
         problem = schedule.problem_of(checkpoint.schedule) if schedule else ", ".join(checkpoint.schedule)
         if problem:
             raise CheckpointError.damaged(path, f"the state of its schedule does not fit: {problem}")
+        likelihood = loss if isinstance(loss, Likelihood) else None
+        learned = checkpoint.likelihood
+        problem = likelihood.problem_of(learned) if likelihood else ", ".join(learned)
+        if problem:
+            raise CheckpointError.damaged(path, f"what its likelihood has learned does not fit: {problem}")
         if checkpoint.rng is not None:
             restoration.check_generator(checkpoint.rng, path)
         restoration.put_back(checkpoint, model, optimizer)
         if schedule:
             schedule.load_state_dict(checkpoint.schedule)
+        if likelihood:
+            likelihood.load_state_dict(learned)
         self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
         return state, checkpoint.rng
 
@@ -166,6 +180,11 @@ class TrainingFolder:
 def _same(then: object, now: object) -> bool:
     """Whether a setting has not changed; True is not 1 here."""
     return then == now and isinstance(then, bool) == isinstance(now, bool)
+
+
+def _is_count(value: object, most: int) -> bool:
+    """Of examples; of some the half may count."""
+    return is_whole(value, 0, most) or (isinstance(value, float) and 0 <= value <= most)
 
 
 def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
@@ -189,7 +208,7 @@ def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
         "epoch": is_whole(stored["epoch"], 0, epochs),
         "seen": is_whole(seen, 0, LARGEST_INTEGER),
         "batch": is_whole(seen, 0, LARGEST_INTEGER) and is_whole(stored["batch"], 0, seen),
-        "wrong": stored["wrong"] is None or (is_whole(seen, 0, LARGEST_INTEGER) and is_whole(stored["wrong"], 0, seen)),
+        "wrong": stored["wrong"] is None or (is_whole(seen, 0, LARGEST_INTEGER) and _is_count(stored["wrong"], seen)),
         "loss": isinstance(stored["loss"], float) and math.isfinite(stored["loss"]),
         "seconds": isinstance(stored["seconds"], float) and 0 <= stored["seconds"] < math.inf,
         "bfloat16": stored["bfloat16"] is None or isinstance(stored["bfloat16"], bool),

@@ -49,6 +49,9 @@ class EpochMetrics:
     elbo_before_drop: float | None = None
     elbo_after_drop: float | None = None
     val_metric: float | None = None  # the user's own, on held-out data
+    train_r2: float | None = None  # of numbers: R², with noise as for the other training figures ...
+    val_r2: float | None = None  # ... and on held-out data, without
+    val_perplexity: float | None = None  # of texts
 
     def line(self) -> bytes:
         """The epoch as a line of JSON."""
@@ -57,7 +60,8 @@ class EpochMetrics:
 
 # All fields but `alive`, in this order, are the columns of the table.
 _COLUMNS = tuple(field.name for field in fields(EpochMetrics) if field.name != "alive")
-_SINCE_FORMAT_3 = ("val_metric",)  # the last columns
+# The last columns, by the format that has them first.
+_SINCE = {3: ("val_metric",), 4: ("train_r2", "val_r2", "val_perplexity")}
 _REQUIRED = ("epoch", "learning_rate", "beta", "train_loss", "seconds")
 _INTEGERS = ("epoch", "dropped")
 _INTEGER_COLUMNS = tuple(_COLUMNS.index(name) for name in _INTEGERS)
@@ -164,8 +168,8 @@ class History(Sequence[EpochMetrics]):
 
 def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path, version: int) -> History:
     """The history of a checkpoint of this format, checked; `path` is where it comes from."""
-    if version < 3:
-        tensors = {name: _with_later_columns(name, tensor) for name, tensor in tensors.items()}
+    later = sum(len(columns) for since, columns in _SINCE.items() if version < since)
+    tensors = {name: _with_later_columns(name, tensor, later) for name, tensor in tensors.items()}
     if layers is not None and not (isinstance(layers, list) and all(isinstance(name, str) for name in layers)):
         raise CheckpointError.damaged(path, "the layers of its history are no list of names")
     names = tuple(layers) if layers is not None else None
@@ -184,11 +188,11 @@ def from_tensors(tensors: dict[str, Tensor], layers: object, path: Path, version
     return _checked(History(tensors["numbers"], tensors["known"], tensors["alive"], names), path)
 
 
-def _with_later_columns(name: str, tensor: Tensor) -> Tensor:
-    if name not in ("numbers", "known") or tensor.ndim != 2:
+def _with_later_columns(name: str, tensor: Tensor, count: int) -> Tensor:
+    if name not in ("numbers", "known") or tensor.ndim != 2 or not count:
         return tensor
     missing = math.nan if tensor.is_floating_point() else False
-    return torch.cat([tensor, torch.full((len(tensor), len(_SINCE_FORMAT_3)), missing, dtype=tensor.dtype)], 1)
+    return torch.cat([tensor, torch.full((len(tensor), count), missing, dtype=tensor.dtype)], 1)
 
 
 def from_entries(entries: object, path: Path) -> History:

@@ -6,6 +6,7 @@ strictly: by a smaller limit, and by the loss as well. That loss is taken at the
 since a network that is trained further becomes surer or less sure of the same answers.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ class Judge:
         metric_fall: float | None = None,
         strict: bool = False,
     ):
-        self.data, self._loss, self._forward, self._metric = checked(data, "the held-out data"), loss, forward, metric
+        self.data, self._forward, self._metric = checked(data, "the held-out data"), forward, metric
+        self._loss = copy.deepcopy(loss)  # one that learns from the training data must not change the measure
         self._allowed = {"error": error, "loss": loss_rise, "metric": metric_fall}
         network = reference if isinstance(reference, nn.Module) else None
         if isinstance(reference, nn.Module):

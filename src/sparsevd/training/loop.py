@@ -27,15 +27,16 @@ from sparsevd.training.budget import Budget
 from sparsevd.training.data import Batch, Data, batches, checked, size, split
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
+from sparsevd.training.gaussian import Gaussian
 from sparsevd.training.history import EpochMetrics
 from sparsevd.training.inputs import Forward, call
 from sparsevd.training.interruption import interruptible
-from sparsevd.training.likelihood import check_targets
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback, Moment, display
 from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
 from sparsevd.training.schedule import Schedule
 from sparsevd.training.task import Task
+from sparsevd.training.teacher import TEMPERATURE, WEIGHT, Teacher
 
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
@@ -54,6 +55,9 @@ def fit(
     loss: Loss = F.cross_entropy,
     forward: Forward = call,
     metric: Metric | None = None,
+    teacher: nn.Module | Tensor | None = None,
+    temperature: float = TEMPERATURE,
+    teacher_weight: float = WEIGHT,
     n_train: int | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
@@ -72,9 +76,14 @@ def fit(
             DataLoader (which keeps its own batch size and order). A batch may also be a dict with "labels" in it.
         val: data to watch, in the same forms, or None.
         config: the recipe; its defaults are good ones.
-        loss: mean negative log-likelihood of a batch, cross-entropy unless given.
+        loss: mean negative log-likelihood of a batch, cross-entropy unless given: `sparsevd.Gaussian()` for numbers,
+            `sparsevd.Bernoulli()` for several labels per example, or a function of yours of output and target.
         forward: how to call the model, (model, inputs) → output. Unless given, model(x), model(*x) or model(**x).
         metric: a number to watch on `val` beside loss and error: the mean over a batch, of the output and the target.
+        teacher: a classifier to learn from beside the labels: a network, which sees each batch as the model does, or
+            its logits, one row per example of a pair (x, y). The loss that is shown stays that of the labels.
+        temperature: what both networks' logits are divided by in the teacher's term.
+        teacher_weight: the weight of that term; the labels have the rest.
         n_train: N, where the data cannot say it (an iterable of unknown length).
         run_dir: a folder for checkpoint.safetensors and metrics.jsonl, written after each epoch. It is locked for the
             time of the training (not on Windows): a second one in it is refused.
@@ -92,7 +101,8 @@ def fit(
         raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
     if budget is not None and budget.measures and val is None:
         train, val = _held_out(train, config.seed)
-    task = Task(model, train, val, config, loss, forward, metric, n_train)
+    taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
+    task = Task(model, train, val, config, loss, forward, metric, n_train, taught)
     return Loop(task, run_dir, callbacks, budget).run(resume, progress)
 
 
@@ -135,6 +145,7 @@ class Loop:
         self.folder = TrainingFolder(run_dir, {})
         self.state = State()
         self._last: EpochMetrics | None = None
+        self._begun = False  # the first step of this process was taken
 
     def run(self, resume: bool, show: bool) -> list[EpochMetrics]:
         """All epochs that are left."""
@@ -149,6 +160,8 @@ class Loop:
             self._say = shown.say
             self._choose(resume)
             run = course.begun(self.task, self.schedule) if self.schedule.posteriors else None
+            if self.task.teacher is not None:
+                self._say(f"taught by {self.task.teacher}")
             rng = self._begin(resume)
             if self.state.epoch < self.config.epochs:
                 self._remark(run)
@@ -177,7 +190,7 @@ class Loop:
             if chosen.text:
                 self._say(chosen.text)
         config, task = self.config, self.task
-        settings = {**asdict(config), "n_train": task.n}
+        settings = {**asdict(config), "n_train": task.n, **task.settings()}
         judge = None
         if self._budget is not None:
             settings["budget"] = self._budget.limits()
@@ -202,7 +215,7 @@ class Loop:
         """The state to start from; inside an epoch also that of the generator."""
         rng = None
         if resume:
-            self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule)
+            self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule, self.task.loss)
         else:
             self.folder.refuse_to_overwrite()
         self._last = self.state.history[-1] if self.state.history else None
@@ -233,9 +246,11 @@ class Loop:
         return first
 
     def _step(self, batch: Batch, parameters: list[nn.Parameter]) -> None:
-        x, y = self.task.placed(batch)
-        if self.state.batch == 0:
-            check_targets(self.task.loss, y)
+        batch = self.task.placed(batch)
+        x, y = batch
+        if not self._begun:
+            self.optimizer.units = self.task.units(batch, begun=self.state.epoch > 0 or self.state.batch > 0)
+            self._begun = True
         phase = self.schedule.at(self.progress)
         self.optimizer.set_learning_rate(self.config.rate(self.progress) * phase.rate_factor, phase.noise_ratio)
         self.optimizer.kl_weight = phase.kl_weight
@@ -245,16 +260,18 @@ class Loop:
 
         output = self.task.forward(self.model, x)
         nll = self.task.loss(output, y)
+        teacher = self.task.teacher
+        objective = nll if teacher is None else teacher.mixed(nll, output, batch, self.task.forward)
         for parameter in parameters:
             parameter.grad = None
-        nll.backward()  # type: ignore[no-untyped-call]
+        objective.backward()  # type: ignore[no-untyped-call]
         value = nll.item()
-        if not math.isfinite(value):
-            self._diverged(value)
+        if not math.isfinite(value) or not (objective is nll or objective.isfinite()):
+            self._diverged(objective.item())
         self.optimizer.step()
         self.schedule.keep_zeros()
 
-        self.state.add(value, wrong(output, y), len(y))
+        self.state.add(value, wrong(output, y, self.task.loss), len(y))
         if self.progress < 1:
             self.schedule.look(self.progress, self.optimizer)
         moment = self._moment()
@@ -279,7 +296,7 @@ class Loop:
         metrics = replace(metrics, seconds=time.monotonic() - begun)
         self._last = metrics
         self.state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
-        self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule)
+        self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule, loss=self.task.loss)
         for callback in self._callbacks:
             callback.on_epoch(self._moment())
         if done == 1 and ended:
@@ -292,7 +309,7 @@ class Loop:
         """Ctrl-C came inside an epoch: save what is needed to go on with the very next batch."""
         self._check_parameters()
         self.state.seconds = time.monotonic() - begun
-        self.folder.save(self.model, self.optimizer, self.state, torch.get_rng_state(), self.schedule)
+        self.folder.save(self.model, self.optimizer, self.state, torch.get_rng_state(), self.schedule, self.task.loss)
         raise KeyboardInterrupt
 
     def _pass_over(self, remaining: Iterator[Batch]) -> None:
@@ -331,6 +348,9 @@ class Loop:
             seconds=0.0,
             alive={each.label: each.inputs_and_units() for each in self.schedule.posteriors} if left else None,
             val_metric=held_out.metric if held_out else None,
+            train_r2=task.loss.r2 if isinstance(task.loss, Gaussian) else None,
+            val_r2=held_out.r2 if held_out else None,
+            val_perplexity=held_out.perplexity if held_out else None,
         )
 
     def _bound_on(self, data: list[Batch]) -> float:
@@ -355,7 +375,10 @@ class Loop:
         figures = [
             ("loss {:.3f}", loss),
             ("train error {:.2f} %", missed),
+            ("train R² {:.3f}", last.train_r2 if last else None),
             ("validation error {:.2f} %", last.val_error if last else None),
+            ("validation R² {:.3f}", last.val_r2 if last else None),
+            ("validation perplexity {:.2f}", last.val_perplexity if last else None),
             (f"{_name(self.task.metric)} {{:.4g}}", last.val_metric if last else None),
             ("{:.1f}× fewer weights", last.ratio if last else None),
             ("β {:.3g}", self.schedule.beta(self.progress) if self._budget else None),

@@ -7,6 +7,7 @@ once. Without the kernels it goes through autograd after all.
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.posterior import posteriors
 from sparsevd.posterior.divergence import summed_kl
+from sparsevd.training.output_units import OutputUnits
 
 
 class BoundAdam(torch.optim.AdamW):
@@ -36,6 +38,7 @@ class BoundAdam(torch.optim.AdamW):
         if not trained:
             raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
         self.kl_weight = kl_weight
+        self.units: OutputUnits | None = None  # of the output, where they are not about 1
         self._posteriors = posteriors(model)
         uses = Counter(p for each in self._posteriors for p in (each.theta, each.log_sigma2))
         self._shared = {p for p, count in uses.items() if count > 1}
@@ -53,6 +56,10 @@ class BoundAdam(torch.optim.AdamW):
 
     def step(self) -> None:  # type: ignore[override]
         """One step along the gradients that the data term left, and the KL's."""
+        with self.units.standard() if self.units else nullcontext():
+            self._step()
+
+    def _step(self) -> None:
         others = []
         for each in self._posteriors:
             pair = each.theta, each.log_sigma2

@@ -36,10 +36,10 @@ class FitConfig:
 
     epochs: Annotated[int, "Passes over the training set."] = 40
     batch_size: Annotated[int, "Examples per step."] = 100
-    # None: LEARNING_RATE for a fresh network, and for one that predicts already the largest that does no harm (start.py)
-    learning_rate: Annotated[float | None, "Adam's rate, falling to zero; else 4e-3, or what a trained net bears."] = (
-        None
-    )
+    # None: LEARNING_RATE for a fresh network, else the largest that does one that predicts already no harm (start.py)
+    learning_rate: Annotated[
+        float | None, "Adam's rate, falling to zero; by default 4e-3, or less for a network that predicts already."
+    ] = None
     decay: Annotated[str, "How the rate falls: cosine or linear."] = "cosine"  # half a cosine; the paper's is linear
     log_sigma2_lr_ratio: Annotated[float, "Rate of log σ², relative to the learning rate."] = 0.1
     # When most is decided, log σ² catches up with the weights ...

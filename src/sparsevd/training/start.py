@@ -20,6 +20,7 @@ from sparsevd.training.budget import Budget
 from sparsevd.training.data import Batch, Data, batches
 from sparsevd.training.evaluation import Evaluation, evaluate_batches
 from sparsevd.training.judge import COLLAPSE_NATS, COLLAPSE_POINTS
+from sparsevd.training.likelihood import Likelihood
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
@@ -130,7 +131,10 @@ def _survives(
 ) -> bool:
     """Whether a copy of the network is still good after some steps at this rate, without the KL."""
     model = copy.deepcopy(task.model)
-    optimizer = BoundAdam(model, rate, beta2=config.adam_beta2)
+    optimizer, measure = BoundAdam(model, rate, beta2=config.adam_beta2), copy.deepcopy(task.loss)
+    if isinstance(measure, Likelihood):
+        every = task.train[1] if isinstance(task.train, tuple) else None
+        optimizer.units = measure.begin(model, task.forward, task.placed(training[0]), every, task.per_epoch)
     count = int(min(max(TRIAL * steps, TRIAL_STEPS[0]), TRIAL_STEPS[1]))
     with torch.random.fork_rng([]):
         torch.manual_seed(config.seed)
@@ -139,7 +143,7 @@ def _survives(
             x, y = task.placed(batch)
             optimizer.set_learning_rate(rate * min(1.0, 2 * (step + 1) / count), 1.0)
             optimizer.zero_grad()
-            loss: Tensor = task.loss(task.forward(model, x), y)
+            loss: Tensor = measure(task.forward(model, x), y)
             if not loss.isfinite():
                 return False
             loss.backward()  # type: ignore[no-untyped-call]

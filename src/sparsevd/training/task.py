@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.training.data import Batch, Data, checked, examples_per_epoch, number_of_examples
+from sparsevd.posterior import is_noisy
+from sparsevd.training.data import Batch, Data, Taught, checked, examples_per_epoch, number_of_examples
 from sparsevd.training.evaluation import Loss, Metric, device_of
 from sparsevd.training.inputs import Forward, changed
-from sparsevd.training.likelihood import check_loss
+from sparsevd.training.likelihood import Likelihood, check_loss, check_targets
+from sparsevd.training.output_units import OutputUnits
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.teacher import Teacher
 
 
 @dataclass
@@ -27,25 +30,48 @@ class Task:
     forward: Forward
     metric: Metric | None
     n_train: int | None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.train = checked(self.train, "train")
         self.val = checked(self.val, "val") if self.val is not None else None
         if self.metric is not None and self.val is None:
             raise ArgumentError("metric is measured on val, and there is no val; give some")
-        check_loss(self.loss)
+        check_loss(self.loss, weighed=is_noisy(self.model), stacklevel=4)
+        if self.teacher is not None and isinstance(self.loss, Likelihood):
+            raise ArgumentError(f"a teacher is for cross-entropy, and the loss is {self.loss}; leave one of them out")
         self.n = number_of_examples(self.train, self.n_train)
         self.per_epoch = examples_per_epoch(self.train, self.n)
         self.device = device_of(self.model)
+        if self.teacher is not None:
+            if self.teacher.source is self.model:
+                raise ArgumentError("teacher is the very network that learns; give another, or a copy of it")
+            self.train = self.teacher.beside(self.train)
         last = self.config.channels_last and self.device.type == "cpu"
         self.memory_format = torch.channels_last if last else torch.contiguous_format
         # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
         self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
 
+    def settings(self) -> dict[str, str | None]:
+        """What a resumed run must have too, beside its recipe."""
+        likelihood = repr(self.loss) if isinstance(self.loss, Likelihood) else None
+        return {"teacher": str(self.teacher) if self.teacher else None, "likelihood": likelihood}
+
+    def units(self, batch: Batch, *, begun: bool) -> OutputUnits | None:
+        """Before the first step, or the first after a resume: the units that the likelihood wants the output in."""
+        check_targets(self.loss, batch[1], weighed=is_noisy(self.model), stacklevel=6)
+        if not isinstance(self.loss, Likelihood):
+            return None
+        if begun:
+            return self.loss.go_on(self.model, self.forward, batch)
+        every = self.train[1] if isinstance(self.train, tuple) else None
+        return self.loss.begin(self.model, self.forward, batch, every, self.per_epoch)
+
     def placed(self, batch: Batch) -> Batch:
         """A batch where the model is, and as its convolutions like it."""
         x, y = batch
-        return changed(x, self._placed), y.to(self.device)
+        placed = changed(x, self._placed), y.to(self.device)
+        return Taught(placed, batch.logits) if isinstance(batch, Taught) else placed
 
     def _placed(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
