@@ -59,8 +59,11 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
         torch.manual_seed(config.seed)
         first = list(itertools.islice(batches(task.train, config.batch_size, shuffle=True), TRIAL_STEPS[1] + BATCHES))
     measured, training = first[:BATCHES], first[BATCHES:] or first
-    before = evaluate_batches(task.model, measured, task.loss, task.forward)
-    knows = _knows(task, measured, before)
+    try:
+        before = evaluate_batches(task.model, measured, task.loss, task.forward)
+        knows = _knows(task, measured, before)
+    except Exception:  # the first step will say it in a sentence
+        return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=True)
     if config.learning_rate is not None:
         return Start(config, knows)
     if not knows:
