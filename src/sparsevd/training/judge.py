@@ -98,8 +98,9 @@ class Judge:
             base = Evaluation(math.nan, float(reference))
         if error is not None and base.error is None:
             raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
-        self.withheld = self._withheld(error) if strict and error is not None else 0.0
-        self.few = self.withheld > 0
+        resolution = self._resolution(base) if strict and error is not None else 0.0
+        self.withheld = min(error / 2, max(0.0, resolution - error / 2)) if error is not None else 0.0
+        self.few = error is not None and resolution > error
         self.compare_with(base, self._calibrated(network) if self.few and network is not None else None)
 
     def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
@@ -119,11 +120,11 @@ class Judge:
             nats = LOSS_OF_A_POINT * points
             self._calibrated_limit = Limit(calibrated, nats, math.inf, max(nats, LOSS_OF_A_POINT / 4))
 
-    def _withheld(self, points: float) -> float:
-        """What a search over many states must not use of the budget, since so few examples cannot show it."""
+    def _resolution(self, base: Evaluation) -> float:
+        """The standard error, in points, of the difference between two networks that err on different examples."""
         n = sum(len(y) for _, y in batches(self.data, EVALUATION_BATCH, shuffle=False))
-        resolution = 100 * math.sqrt(max(1.0, ANSWERED_DIFFERENTLY * n)) / n
-        return min(points, max(0.0, resolution - points / 2))
+        differing = max(ANSWERED_DIFFERENTLY, (base.error or 0.0) / 100)
+        return 100 * math.sqrt(max(1.0, differing * n)) / n
 
     def measure(self, model: nn.Module) -> Evaluation:
         return evaluate(model, self.data, self._loss, forward=self._forward, metric=self._metric)

@@ -1,9 +1,9 @@
 """How a run follows its budget: what the KL weighs, which weights go and when, which state is returned.
 
 A run has two parts. While it *learns*, the noise is on and β follows the budget: for an error it grows as long as the
-held-out error leaves room, and falls where it does not; for a sparsity it follows the share of weights that the noise
-leaves (Gale, Elsen, Hooker 2019: sparsity rises smoothly with log β). A state that collapses is left for the last good
-one, at half the rate. While it *settles*, the noise is off: weights go for good in the order of log α, those that the
+held-out error leaves room, and a state that collapses is left for the last good one, with half of β and of the rate;
+for a sparsity it follows the share of weights that the noise leaves (Gale, Elsen, Hooker 2019: sparsity rises smoothly
+with log β). While it *settles*, the noise is off: weights go for good in the order of log α, those that the
 noise has drowned first, and then a few more at every look that keeps to the budget; what is left is trained plainly, at
 a rate that falls to zero. At the end the sparsest state that kept to the budget comes back.
 
@@ -29,12 +29,15 @@ _DOUBLE = torch.float64
 LEARNING = 0.6  # of the run
 WARM_UP = 0.1  # of the run: β grows to its first value
 LOOKS = 30  # at the held-out data while it learns
-ROUNDS = 24  # of looking and cutting while it settles
-UP, DOWN = 1.25, 0.7  # what a look may do to β
-CUT = 0.8  # what a round leaves of the weights, while there is room
+ROUNDS = 32  # of looking and cutting while it settles
+UP = 1.25  # what a look may do to β
+CUT = 0.85  # what a round leaves of the weights, while there is room
 PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
-# β begins where the KL of a weight is about that of a fifth of an example: many weights and few examples make it heavy.
-EXAMPLES_PER_WEIGHT = 5.0
+# β begins at 1, or lower where the weights are more than so many times the examples, which makes the KL heavy: found on
+# breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
+MANY_WEIGHTS = 5.0
+SPARE = 5.0  # a sparsity to reach: so many times the weights that it leaves may be there when learning ends
+RECOVERY = 1.0  # budgets that a cut may cost at once, at the first rate: training gets them back, as long as it can
 LAST_CUTS = 6  # bisections at the end
 RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
 
@@ -47,14 +50,14 @@ class Steering:
     ):
         self._model, self._posteriors, self._budget, self._judge = model, posteriors, budget, judge
         self.weights = sum(each.theta.numel() for each in posteriors)
-        self._log_beta = math.log(min(1.0, EXAMPLES_PER_WEIGHT * n_train / self.weights))
+        self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / self.weights) ** 2))
         self.rate_factor = 1.0  # halved by every collapse
         self.learning = True
-        self._slack: float | None = None  # what the rate costs, seen when β has its first value
         self._next = 0.0  # progress of the next look
         self._beyond = 0  # rounds in a row
         self._cut = CUT
         self._target = budget.sparsity if judge is None else None
+        self._threshold_then = posteriors[0].threshold
         self._first = 0.0  # the zeros that settling began with
         self._good: dict[str, Tensor] = {}  # the last state that kept to the budget while it learned
         self._best: dict[str, Tensor] = {}  # the sparsest one while it settled ...
@@ -84,14 +87,14 @@ class Steering:
         """Look at the held-out data, or at log α, and act. `decayed` is what is left of the first rate."""
         if self.learning and progress < LEARNING:
             self._look_while_learning(progress, decayed, optimizer)
-            self._next = progress + LEARNING / LOOKS if progress >= WARM_UP / 2 else max(1.5 * progress, 0.002)
+            self._next = progress + LEARNING / LOOKS if progress >= WARM_UP / 2 else max(2 * progress, 0.002)
             return
         if self.learning:
             self._settle()
         elif self._judge is None:
             self._cut_towards_target(progress)
         else:
-            self._round(progress, optimizer)
+            self._round(progress, decayed, optimizer)
         self._next = progress + (1 - LEARNING) / ROUNDS
 
     def finish(self) -> str:
@@ -99,8 +102,10 @@ class Steering:
         if self._judge is None:
             self._drop_to(self._target or 0.0)
             return self._said()
-        if self._best or self._good:
-            self._put_back(self._best or self._good)
+        if self._best:
+            self._put_back(self._best)
+        elif self._good:
+            self._back_to_learning()
         self._last_cut()
         verdict = self._judge.look(self._model)
         enough = self._budget.sparsity is None or self.zeros() >= self._budget.sparsity - 1e-4
@@ -121,8 +126,8 @@ class Steering:
     def _look_while_learning(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         if self._judge is None:
             if progress >= WARM_UP:
-                target = max(1 - (self._target or 0.0), 1e-6)
-                self._log_beta += _bounded(math.log(self._softly_kept() / target), 0.25)
+                target = min(1.0, max(SPARE * (1 - (self._target or 0.0)), 1e-6))
+                self._log_beta = min(0.0, self._log_beta + _bounded(math.log(self._softly_kept() / target), 0.25))
             return
         verdict = self._judge.look(self._model)
         if verdict.keeps:
@@ -136,12 +141,8 @@ class Steering:
         if progress < WARM_UP:
             return
         room = self._judge.room(verdict.evaluation)
-        if self._slack is None:
-            self._slack = max(0.0, -room)
-        if room > 0:
-            self._log_beta += math.log(UP) * min(1.0, room)
-        else:  # what the rate costs will be got back as it falls
-            self._log_beta -= math.log(DOWN) * _bounded(min(room + self._slack * decayed**2, 0.0), 1.0)
+        # What the rate and the noise cost comes back when both are gone: short of a collapse it is no reason to stop.
+        self._log_beta += math.log(UP) * max(0.0, min(1.0, room))
 
     @torch.no_grad()
     def _softly_kept(self) -> float:
@@ -166,6 +167,7 @@ class Steering:
         if self._target is not None:
             drowned = min(drowned, self._target)
         for module in noisy_modules(self._model).values():
+            self._threshold_then = module.threshold
             module.threshold = math.inf  # from now on, what is there counts
         self._drop_to(drowned)
         self._first = self.zeros()
@@ -176,13 +178,13 @@ class Steering:
         target = self._target or 0.0
         self._drop_to(self._first + (target - self._first) * (1 - (1 - part) ** 3))
 
-    def _round(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
+    def _round(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         assert self._judge is not None
         verdict, zeros = self._judge.look(self._model), self.zeros()
-        if verdict.keeps:
+        if verdict.keeps and zeros >= self._best_zeros:
+            self._best, self._best_zeros = self._snapshot(), zeros
+        if verdict.room >= -RECOVERY * decayed:  # what a cut costs at once, training gets back, as long as it can
             self._beyond = 0
-            if zeros >= self._best_zeros:
-                self._best, self._best_zeros = self._snapshot(), zeros
             if progress < 1:
                 self._drop_to(1 - self._cut * (1 - zeros))
             return
@@ -195,9 +197,16 @@ class Steering:
             self._cut **= 0.5
             self._beyond = 0
         elif not self._best and self._good and (self._beyond >= ROUNDS / 2 or verdict.damage > 1):
-            self._put_back(self._good)
+            self._back_to_learning()
             _forget(optimizer)
             self._beyond = 0
+
+    @torch.no_grad()
+    def _back_to_learning(self) -> None:
+        """The last good state of that part, without what its own threshold took."""
+        self._put_back(self._good)
+        for each in self._posteriors:
+            each.drop(each.log_alpha() > self._threshold_then)
 
     def _last_cut(self) -> None:
         """What can still go at once, from the state that is returned."""
@@ -253,9 +262,8 @@ class Steering:
     # Resuming.
 
     def state_dict(self) -> dict[str, Tensor]:
-        slack = math.nan if self._slack is None else self._slack
         target = math.nan if self._target is None else self._target
-        numbers = [self._log_beta, self.rate_factor, float(self.learning), slack, self._next, float(self._beyond)]
+        numbers = [self._log_beta, self.rate_factor, float(self.learning), self._next, float(self._beyond)]
         numbers += [self._cut, target, self._first, self._best_zeros]
         state = {"steering": torch.tensor(numbers, dtype=torch.float64)}
         if self._judge is not None:
@@ -267,10 +275,9 @@ class Steering:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         numbers = state["steering"].tolist()
-        self._log_beta, self.rate_factor, learning, slack, self._next, beyond = numbers[:6]
-        self._cut, target, self._first, self._best_zeros = numbers[6:]
+        self._log_beta, self.rate_factor, learning, self._next, beyond = numbers[:5]
+        self._cut, target, self._first, self._best_zeros = numbers[5:]
         self.learning, self._beyond = bool(learning), int(beyond)
-        self._slack = None if math.isnan(slack) else slack
         self._target = None if math.isnan(target) else target
         if self._judge is not None:
             known = [None if math.isnan(value) else value for value in state["reference"].tolist()]
@@ -282,8 +289,8 @@ class Steering:
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
-        if not isinstance(numbers, Tensor) or numbers.shape != (10,) or numbers.dtype is not _DOUBLE:
-            return "it has no ten numbers of a run with a budget"
+        if not isinstance(numbers, Tensor) or numbers.shape != (9,) or numbers.dtype is not _DOUBLE:
+            return "it has no nine numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
