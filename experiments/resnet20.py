@@ -38,14 +38,9 @@ class ResNet20(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
-        widths = (16, 16, 32, 64)
-        for i, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False), start=1):
-            blocks = [
-                Block(inputs, outputs, 1 if i == 1 else 2),
-                Block(outputs, outputs, 1),
-                Block(outputs, outputs, 1),
-            ]
-            self.add_module(f"layer{i}", nn.Sequential(*blocks))
+        for i, (inputs, outputs) in enumerate([(16, 16), (16, 32), (32, 64)], start=1):
+            first = Block(inputs, outputs, 1 if i == 1 else 2)
+            self.add_module(f"layer{i}", nn.Sequential(first, Block(outputs, outputs, 1), Block(outputs, outputs, 1)))
         self.linear = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
