@@ -38,9 +38,10 @@ def training(name, **settings):
     n = EXAMPLES[name]
     data = torch.randn(n, *SHAPES[name]), torch.randint(0, 10, (n,))
     config = sparsevd.FitConfig(batch_size=100, variance_dtype="float32", **settings)
-    def work():
+    def work(examples=n):
         torch.manual_seed(0)
-        sparsevd.fit(sparsevd.sparsify(MODELS[name]()), data, None, config, progress=False)
+        some = tuple(each[:examples] for each in data)
+        sparsevd.fit(sparsevd.sparsify(MODELS[name]()), some, None, config, progress=False)
     return work
 
 def inference(way, name):
@@ -66,7 +67,8 @@ def made(kind, name):
     if kind == "steps":
         return training(name, epochs=1, drop_from=1.0)
     return file(name) if kind == "file" else inference(kind, name)
-
+"""
+IN_TURNS = """
 work = made(*sys.argv[1].split())
 work()
 for _ in sys.stdin:
@@ -80,7 +82,7 @@ CASES = [*(f"{kind} {net}" for kind in ("train", "plan", "accelerate") for net i
 
 def started(source: str, case: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, "-W", "ignore", "-c", WORK, case]
+    command = [sys.executable, "-W", "ignore", "-c", WORK + IN_TURNS, case]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 

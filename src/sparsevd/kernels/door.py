@@ -9,10 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from sparsevd.errors import ArgumentError
 
+CPU = torch.device("cpu")  # which torch takes sooner than its name, as it does sizes one by one than as a tuple
 INT32 = 2**31  # what a size or an offset in C stays below
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -21,11 +25,11 @@ def looked_on() -> bool:
     """Whether torch does more with its operations than compute them: it compiles, traces, maps over an axis (vmap),
     carries derivatives along (jvp, forward_ad) or hands them to a dispatch mode. It would not see what C does."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._functorch.maybe_current_level() is not None
+        is_compiling()
+        or _is_tracing()
+        or maybe_current_level() is not None
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
+        or _len_torch_dispatch_stack() > 0
     )
 
 

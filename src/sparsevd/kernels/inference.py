@@ -162,7 +162,7 @@ class SparseProduct:
     def __call__(self, x: Tensor, out_shape: tuple[int, ...], threads: int | None = None) -> Tensor:
         """x has batch × channels × height × width numbers; out_shape is how the answer's numbers are laid out."""
         x = door.plain(x)
-        out = torch.empty(out_shape, dtype=torch.float32, device="cpu")
+        out = torch.empty(*out_shape, dtype=torch.float32, device=door.CPU)
         if x.numel() != self._inputs or out.numel() != self._outputs:
             raise ArgumentError(
                 f"the layer was made for {self._inputs} numbers and gives {self._outputs}, "

@@ -70,7 +70,7 @@ class Program:
         """x and out_shape have the batch first; the rest has the numbers of the network's input and output."""
         x = door.plain(x)
         batch = out_shape[0]
-        out = torch.empty(out_shape, dtype=torch.float32, device="cpu")
+        out = torch.empty(*out_shape, dtype=torch.float32, device=door.CPU)
         if x.numel() != batch * self._inputs or out.numel() != batch * self._outputs:
             raise ArgumentError(
                 f"a batch of {batch} has {batch * self._inputs} numbers and gives {batch * self._outputs}, "
