@@ -16,13 +16,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsevd import modelfile
-from sparsevd.conversion import prune
+from sparsevd.conversion import prune, threshold_of_sparsity
 from sparsevd.errors import ArgumentError, GraphError, SparseVDWarning
 from sparsevd.files import atomic
 from sparsevd.files.tensors import write_tensors
 from sparsevd.graph import Graph, capture
 from sparsevd.modelfile.container import FRAME, Packed
-from sparsevd.posterior import is_noisy
+from sparsevd.posterior import is_noisy, noisy_modules, required_posteriors
 from sparsevd.reporting.table import table
 from sparsevd.runs.run import HELD_OUT, Run
 from sparsevd.training.data import Data, batches, size, split
@@ -42,6 +42,8 @@ class CompressConfig:
     max_error_increase: Annotated[float, "What rounding may cost, in points of %, on examples of the training set."] = (
         0.1
     )
+    sparsity: Annotated[float | None, "Budget: first make this share of the weights zero, such as 0.99."] = None
+    max_bytes: Annotated[int | None, "Budget: of the file; weights go until it fits, whatever that costs."] = None
     model: Annotated[str | None, "The network, as for train; by default the run's."] = None
     data: Annotated[str | None, "The data, as for train; by default the run's."] = None
     data_dir: Annotated[Path | None, "Folder with the data set. [env: SPARSEVD_DATA]"] = None
@@ -114,6 +116,12 @@ def compress(config: CompressConfig, say: Callable[[str], None] = print) -> Comp
     seed, data = run.seed(), run.data()
     train, test = data.train, data.test
     model = run.model(data.classes)
+    if (config.sparsity is not None or config.max_bytes is not None) and not is_noisy(model):
+        raise ArgumentError(
+            f"sparsity= and max_bytes= need a run of Sparse VD, and {config.checkpoint} is pruned already"
+        )
+    if config.sparsity is not None:
+        _cut(model, threshold_of_sparsity(model, config.sparsity))
     pruned = prune(model) if is_noisy(model) else model
     example, _ = next(batches(train, 2, shuffle=False))
     graph = _graph(pruned, example)
@@ -124,6 +132,9 @@ def compress(config: CompressConfig, say: Callable[[str], None] = print) -> Comp
         chosen = _coarsest(model, pruned, graph, held_out, config.max_error_increase)
         precision, steps = chosen, chosen.steps
     content, packed = _packed(model, precision, graph)
+    if config.max_bytes is not None and len(content) > config.max_bytes:
+        content, packed = _fitting(model, precision, example, config.max_bytes)
+        pruned = prune(model)
     atomic.write(config.output, content)
     written = modelfile.load(config.output) if graph else modelfile.load(config.output, into=copy.deepcopy(pruned))
     return Compression(
@@ -137,6 +148,25 @@ def compress(config: CompressConfig, say: Callable[[str], None] = print) -> Comp
         test=evaluate(written, test) if test is not None else None,
         test_before=evaluate(pruned, test) if test is not None else None,
     )
+
+
+def _cut(model: nn.Module, threshold: float) -> None:
+    for module in noisy_modules(model).values():
+        module.threshold = threshold
+
+
+def _fitting(model: nn.Module, precision: modelfile.Precision, example: Tensor, max_bytes: int) -> tuple[bytes, Packed]:
+    """The file of the largest network that fits, by steps of a tenth of its weights."""
+    posteriors = required_posteriors(model)
+    total = sum(each.theta.numel() for each in posteriors)
+    kept = sum(int(each.kept().sum()) for each in posteriors)
+    while kept > 1:
+        kept = int(0.9 * kept)
+        _cut(model, threshold_of_sparsity(model, 1 - kept / total))
+        content, packed = _packed(model, precision, _graph(prune(model), example))
+        if len(content) <= max_bytes:
+            return content, packed
+    raise ArgumentError(f"max_bytes={max_bytes}: even with no weight left the file has {len(content):,} bytes")
 
 
 def _precision(text: str) -> modelfile.Precision:

@@ -21,19 +21,25 @@ from sparsevd.posterior import THRESHOLD
 from sparsevd.reporting.summary import ModelSummary, summary, times
 from sparsevd.runs import sources
 from sparsevd.runs.origin import describe_example
-from sparsevd.runs.run import PRETRAIN, Run
+from sparsevd.runs.run import HELD_OUT, PRETRAIN, Run
 from sparsevd.runs.sources import Sources
+from sparsevd.training.budget import Budget
 from sparsevd.training.checkpoint import load_weights
 from sparsevd.training.data import checked, size
 from sparsevd.training.evaluation import Evaluation, elbo, evaluate
+from sparsevd.training.folder import TrainingFolder
+from sparsevd.training.history import EpochMetrics
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.start import CHOSEN
 from sparsevd.training.teacher import TEMPERATURE, WEIGHT
 from sparsevd.zoo import models
 
 # What the data and the start depend on: a run can only be resumed with the same.
 ASKED = ("model", "data", "val_size", "shift", "mirror", "init_from", "pretrain_epochs")
+# Where a budget asks for a trained network and nobody gave one.
+PRETRAIN_EPOCHS = 10
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,12 @@ class RunConfig:
     shift: Annotated[int, "Train on images shifted by up to so many pixels."] = 0
     mirror: Annotated[bool, "Train on mirror images too."] = False
     init_from: Annotated[Path | None, "Checkpoint or safetensors file to take the first weights from."] = None
+    # A budget: β and what is dropped follow it, and the sparsest network that keeps to it is the result.
+    sparsity: Annotated[float | None, "Budget: make this share of the weights zero, such as 0.95."] = None
+    max_error_increase: Annotated[
+        float | None,
+        "Budget: lose at most so many points of %, on held-out examples, against the first network.",
+    ] = None
     teacher: Annotated[Path | None, "Finished run or model file of a network to learn from, beside the labels."] = None
     temperature: Annotated[float, "What the logits of both are divided by in the teacher's term."] = TEMPERATURE
     teacher_weight: Annotated[float, "Weight of that term; the labels have the rest."] = WEIGHT
@@ -67,7 +79,8 @@ class RunResult:
     summary: ModelSummary
     test: Evaluation | None
     test_before_pruning: Evaluation | None
-    elbo: float
+    elbo: float | None  # with a budget the KL has another weight than in the bound
+    beta: float
     training_seconds: float
     paper: tuple[float, float] | None
 
@@ -76,14 +89,8 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
     """Train, prune, evaluate and write everything down."""
     folder = Run(config.out)
     _check_folder(config, folder)
-    data = sources.load_data(
-        config.data,
-        config.data_dir,
-        val_size=config.val_size,
-        seed=config.fit.seed,
-        shift=config.shift,
-        mirror=config.mirror,
-    )
+    config = _for_its_budget(config, say)
+    data = _data(config)
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)
         dense = sources.build_model(config.model, data.classes)
@@ -98,11 +105,43 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
             asked = {name: getattr(config, name) for name in ASKED}
             asked["init_from"] = str(config.init_from) if config.init_from else None
             begun = folder.begin(asked, facts, resume=config.resume)
-            model, seconds, remarks = _train(config, dense, data, say)
+            model, history, remarks = _train(config, dense, data, say)
             pruned = prune(model)
-            result = _tested(config, model, pruned, data, seconds)
+            result = _tested(config, model, pruned, data, history)
             folder.finish(pruned, _as_dict(config, result) | {"remarks": remarks}, begun)
             return result
+
+
+def _data(config: RunConfig) -> Sources:
+    return sources.load_data(
+        config.data,
+        config.data_dir,
+        val_size=config.val_size,
+        seed=config.fit.seed,
+        shift=config.shift,
+        mirror=config.mirror,
+    )
+
+
+def _for_its_budget(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    """An error that may rise needs a trained network to compare with, and examples that it has not seen."""
+    budget = _budget(config)
+    if budget is None or not budget.measures:
+        return config
+    if not (config.init_from or config.pretrain_epochs):
+        config = replace(config, pretrain_epochs=PRETRAIN_EPOCHS)
+        say(f"the budget is measured against a trained network: pretrain_epochs={PRETRAIN_EPOCHS}, or give init_from=")
+    if not config.val_size:
+        n = size(checked(_data(config).train, "train"), "train")
+        config = replace(config, val_size=max(1, min(HELD_OUT, n // 5)))
+        say(f"the budget is measured on held-out examples: val_size={config.val_size}")
+    return config
+
+
+def _budget(config: RunConfig) -> Budget | None:
+    if config.sparsity is None and config.max_error_increase is None:
+        return None
+    return Budget(sparsity=config.sparsity, max_error_increase=config.max_error_increase)
 
 
 def _check_folder(config: RunConfig, folder: Run) -> None:
@@ -119,8 +158,8 @@ def _check_folder(config: RunConfig, folder: Run) -> None:
 
 def _train(
     config: RunConfig, dense: nn.Module, data: Sources, say: Callable[[str], None]
-) -> tuple[nn.Module, float, list[str]]:
-    """The Sparse VD network, the seconds that its training took, and what there is to say of it."""
+) -> tuple[nn.Module, list[EpochMetrics], list[str]]:
+    """The Sparse VD network, how its training went, and what there is to say of it."""
     teacher = Run(config.teacher, say=say).network().network if config.teacher else None
     if config.pretrain_epochs:
         say(f"pre-training the dense network for {config.pretrain_epochs} epochs")
@@ -152,8 +191,9 @@ def _train(
         run_dir=config.out,
         resume=config.resume,
         callbacks=[remarks],
+        budget=_budget(config),
     )
-    return model, sum(metrics.seconds for metrics in history), remarks.said
+    return model, history, remarks.said
 
 
 class _Remarks(Callback):
@@ -163,24 +203,30 @@ class _Remarks(Callback):
         self.said = list(remarks)
 
 
-def _tested(config: RunConfig, model: nn.Module, pruned: nn.Module, data: Sources, seconds: float) -> RunResult:
+def _tested(
+    config: RunConfig, model: nn.Module, pruned: nn.Module, data: Sources, history: list[EpochMetrics]
+) -> RunResult:
     with torch.random.fork_rng([]):
         torch.manual_seed(config.fit.seed)  # the bound is sampled: the same again for a finished run
-        bound = elbo(model, data.train)
+        bound = elbo(model, data.train) if _budget(config) is None else None
     unpruned = prune(model, threshold=math.inf)
     return RunResult(
         summary=summary(model),
         test=evaluate(pruned, data.test) if data.test is not None else None,
         test_before_pruning=evaluate(unpruned, data.test) if data.test is not None else None,
         elbo=bound,
-        training_seconds=seconds,
+        beta=history[-1].beta,
+        training_seconds=sum(metrics.seconds for metrics in history),
         paper=models.PAPER.get((config.model, config.data)),
     )
 
 
 def describe(result: RunResult) -> str:
     """The result in two lines, beside the paper's where there is one."""
-    lines = [f"trained in {result.training_seconds / 60:.1f} min; variational bound {result.elbo:,.0f} nats"]
+    weighed = f"β ended at {result.beta:.3g}"
+    if result.elbo is not None:
+        weighed = f"variational bound {result.elbo:,.0f} nats"
+    lines = [f"trained in {result.training_seconds / 60:.1f} min; {weighed}"]
     left = result.summary
     ours = f"ours: {times(left.ratio)} fewer weights ({times(left.whole_ratio)} counting every parameter)"
     if result.test and result.test.error is not None:
@@ -201,16 +247,20 @@ def _taught(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _as_dict(config: RunConfig, result: RunResult) -> dict[str, Any]:
+    then = TrainingFolder(config.out, {}).settings_then()
+    chosen = {name: then[name] for name in CHOSEN if name in then}  # the rates that were really taken
     return {
         "model": config.model,
         "data": config.data,
-        "config": asdict(config.fit),
+        "config": asdict(config.fit) | chosen,
         "teacher": _taught(config),
         "threshold": config.threshold if math.isfinite(config.threshold) else str(config.threshold),
         "ratio": result.summary.ratio if result.summary.kept else None,
         "test_error": result.test.error if result.test else None,
         "test_error_before_pruning": result.test_before_pruning.error if result.test_before_pruning else None,
         "elbo": result.elbo,
+        "beta": result.beta,
+        "budget": budget.limits() if (budget := _budget(config)) else None,
         "training_seconds": result.training_seconds,
         "summary": result.summary.as_dict(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

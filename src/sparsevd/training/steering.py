@@ -38,6 +38,7 @@ PATIENCE = 3  # rounds beyond the budget, before the last good state comes back 
 MANY_WEIGHTS = 5.0
 SPARE = 5.0  # a sparsity to reach: so many times the weights that it leaves may be there when learning ends
 RECOVERY = 1.0  # budgets that a cut may cost at once, at the first rate: training gets them back, as long as it can
+WAITING = 0.65  # of the rounds: a first state that keeps to the budget is worth waiting for
 LAST_CUTS = 6  # bisections at the end
 RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
 
@@ -196,7 +197,7 @@ class Steering:
             _forget(optimizer)
             self._cut **= 0.5
             self._beyond = 0
-        elif not self._best and self._good and (self._beyond >= ROUNDS / 2 or verdict.damage > 1):
+        elif not self._best and self._good and (self._beyond >= WAITING * ROUNDS or verdict.damage > 1):
             self._back_to_learning()
             _forget(optimizer)
             self._beyond = 0
