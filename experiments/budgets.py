@@ -247,25 +247,39 @@ def table(records: Records) -> str:
 
 
 def _row(records: Records, name: str, runs: list[dict[str, Any]], key: str, value: float) -> str:
-    lost = sum(run["test"] for run in runs) / len(runs)
-    error = math.sqrt(sum(run["standard_error"] ** 2 for run in runs)) / len(runs)
+    """The best of the sweep is a β whose networks, over the same seeds, keep to the budget on test data within two
+    standard errors, and have the fewest weights; for a sparsity the one with the lowest error on held-out data."""
+    lost, error = _mean(runs)
     zeros = [100 * run["zeros"] for run in runs]
     shown = f"{lost:.2f} ± {error:.2f} | {sum(zeros) / len(zeros):.1f} ({min(zeros):.1f}–{max(zeros):.1f}) | "
-    best, seconds = [], []
-    for run in runs:
-        sweep = records.find(task=name, kind="sweep", seed=run["seed"])
-        cuts = [cut for each in sweep for cut in each["cuts"] if cut.get(key) == value]
-        allowed = [cut for cut in cuts if key == "share" or cut["held_out"] <= value + 1e-6]
-        if allowed and key == "points":
-            best.append(run["kept"] / min(cut["kept"] for cut in allowed))
-        elif allowed:
-            best.append(run["held_out"] - min(cut["held_out"] for cut in allowed))
-        seconds += [run["seconds"] / each["seconds"] for each in sweep]
-    if not best:
+    sweeps = {}
+    for beta in TASKS[name].betas:
+        units = [unit for run in runs for unit in records.find(task=name, kind="sweep", seed=run["seed"], beta=beta)]
+        if len(units) == len(runs):
+            sweeps[beta] = [next(cut for cut in unit["cuts"] if cut.get(key) == value) for unit in units]
+    if not sweeps:
         return shown + "| |"
-    found = sum(best) / len(best) if key == "share" else math.exp(sum(map(math.log, best)) / len(best))
-    unit = " points of error" if key == "share" else "×"
-    return shown + f"{found:.2f}{unit} | {sum(seconds) / len(seconds):.2f}× |"
+    plain = [unit["seconds"] for run in runs for unit in records.find(task=name, seed=run["seed"], kind="sweep")]
+    time = f"{sum(run['seconds'] for run in runs) / len(runs) / (sum(plain) / len(plain)):.2f}×"
+    if key == "share":
+        beta = min(sweeps, key=lambda beta: sum(cut["held_out"] for cut in sweeps[beta]))
+        return shown + f"{lost - _mean(sweeps[beta])[0]:+.2f} points of test error (β = {beta:g}) | {time} |"
+    keeping = [beta for beta, cuts in sweeps.items() if _mean(cuts)[0] <= value + 2 * _mean(cuts)[1]]
+    if not keeping:
+        return shown + f"no β keeps to it | {time} |"
+    beta = min(keeping, key=lambda beta: _kept(sweeps[beta]))
+    return shown + f"{_kept(runs) / _kept(sweeps[beta]):.2f}× its weights (β = {beta:g}) | {time} |"
+
+
+def _mean(found: list[dict[str, Any]]) -> tuple[float, float]:
+    """What was lost, over all runs, and its standard error."""
+    error = math.sqrt(sum(each["standard_error"] ** 2 for each in found)) / len(found)
+    return sum(each["test"] for each in found) / len(found), error
+
+
+def _kept(found: list[dict[str, Any]]) -> float:
+    """The geometric mean of the weights that are left."""
+    return math.exp(sum(math.log(max(each["kept"], 1)) for each in found) / len(found))
 
 
 if __name__ == "__main__":
