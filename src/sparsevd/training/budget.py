@@ -124,7 +124,7 @@ def _threshold(model: nn.Module, sparsity: float) -> float:
 
 
 @contextmanager
-def _cut_at(model: nn.Module, threshold: float) -> Iterator[None]:
+def cut_at(model: nn.Module, threshold: float) -> Iterator[None]:
     """In eval mode the network then computes as if pruned there."""
     before = {module: module.threshold for module in noisy_modules(model).values()}
     for module in before:
@@ -144,7 +144,7 @@ class Search:
         self.curve: list[Point] = []
         self.judge: Judge | None = None
         if budget.measures and data is not None:
-            with _cut_at(model, math.inf):  # the model before any pruning, where nothing else is given
+            with cut_at(model, math.inf):  # the model before any pruning, where nothing else is given
                 self.judge = budget.judge(model, data, loss, forward)
 
     def run(self) -> Point:
@@ -197,10 +197,10 @@ class Search:
         threshold = _threshold(self.model, sparsity) if threshold is None else threshold
         measured, size = None, None
         if self.data is not None:
-            with _cut_at(self.model, threshold):
+            with cut_at(self.model, threshold):
                 measured = evaluate(self.model, self.data, self.loss, forward=self.forward, metric=self.budget.metric)
         if self.budget.max_bytes is not None:
-            with _cut_at(self.model, threshold), warnings.catch_warnings():
+            with cut_at(self.model, threshold), warnings.catch_warnings():
                 warnings.simplefilter("ignore", SparseVDWarning)  # of layers that a cut of the search empties
                 size = len(modelfile.pack(self.model, precision="posterior")[0])
         self.curve.append(Point(sparsity, threshold, measured, size))

@@ -98,15 +98,20 @@ class Judge:
             base = Evaluation(math.nan, float(reference))
         if error is not None and base.error is None:
             raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
-        resolution = self._resolution(base) if strict and error is not None else 0.0
-        self.withheld = min(error / 2, max(0.0, resolution - error / 2)) if error is not None else 0.0
-        self.few = error is not None and resolution > error
-        self.compare_with(base, self._calibrated(network) if self.few and network is not None else None)
+        self._strict = strict
+        self.compare_with(base, None)
+        if self.few and network is not None:
+            self.compare_with(base, self._calibrated(network))
 
     def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
         """From now on, against what was measured elsewhere: a run that goes on has the reference of its start."""
         self.base, self.base_calibrated = base, calibrated
         self._limits: dict[str, Limit] = {}
+        self.withheld, self.few = 0.0, False
+        if self._strict and (points := self._allowed["error"]) is not None:
+            resolution = self._resolution(base)
+            self.withheld = min(points / 2, max(0.0, resolution - points / 2))
+            self.few = resolution > points
         if (points := self._allowed["error"]) is not None and base.error is not None:
             unit = max(points, 0.25)
             self._limits["error"] = Limit(base.error, points - self.withheld, max(COLLAPSE_POINTS, points), unit)

@@ -23,7 +23,7 @@ from sparsevd.posterior import Posterior, is_noisy, required_posteriors
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, Course, diagnose
 from sparsevd.reporting.summary import summary
 from sparsevd.training import course, generator, start, threads
-from sparsevd.training.budget import Budget
+from sparsevd.training.budget import Budget, cut_at
 from sparsevd.training.data import Batch, Data, batches, checked, size, split
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
@@ -195,7 +195,8 @@ class Loop:
         if self._budget is not None:
             settings["budget"] = self._budget.limits()
             if self._budget.measures and task.val is not None:
-                judge = self._budget.judge(self.model, task.val, task.loss, task.forward, strict=True)
+                with cut_at(self.model, math.inf):  # the network at its start, as it was before it had noise
+                    judge = self._budget.judge(self.model, task.val, task.loss, task.forward, strict=True)
         self.folder.settings = settings
         rate = config.rate(0.0)
         self.optimizer = BoundAdam(self.model, rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.layer import INITIAL_LOG_SIGMA2
 from sparsevd.posterior import Posterior, posteriors
-from sparsevd.training.budget import Budget
+from sparsevd.training.budget import Budget, cut_at
 from sparsevd.training.data import Batch, Data, batches
 from sparsevd.training.evaluation import Evaluation, evaluate_batches
 from sparsevd.training.judge import COLLAPSE_NATS, COLLAPSE_POINTS
@@ -60,8 +60,9 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
         first = list(itertools.islice(batches(task.train, config.batch_size, shuffle=True), TRIAL_STEPS[1] + BATCHES))
     measured, training = first[:BATCHES], first[BATCHES:] or first
     try:
-        before = evaluate_batches(task.model, measured, task.loss, task.forward)
-        knows = _knows(task, measured, before)
+        with cut_at(task.model, math.inf):  # the first noise may be beyond every threshold where weights are small
+            before = evaluate_batches(task.model, measured, task.loss, task.forward)
+            knows = _knows(task, measured, before)
     except Exception:  # the first step will say it in a sentence
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=True)
     if config.learning_rate is not None:
@@ -151,7 +152,8 @@ def _survives(
                 return False
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    after = evaluate_batches(model, measured, task.loss, task.forward)
+    with cut_at(model, math.inf):
+        after = evaluate_batches(model, measured, copy.deepcopy(task.loss), task.forward)
     if before.error is not None and after.error is not None:
         return after.error - before.error <= COLLAPSE_POINTS
     return after.loss - before.loss <= COLLAPSE_NATS

@@ -39,6 +39,7 @@ MANY_WEIGHTS = 5.0
 SPARE = 5.0  # a sparsity to reach: so many times the weights that it leaves may be there when learning ends
 RECOVERY = 1.0  # budgets that a cut may cost at once, at the first rate: training gets them back, as long as it can
 WAITING = 0.65  # of the rounds: a first state that keeps to the budget is worth waiting for
+LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
 LAST_CUTS = 6  # bisections at the end
 RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
 
@@ -164,7 +165,7 @@ class Steering:
                 drowned = 0.0  # they are not noise yet
         elif self._budget.max_bytes is not None:
             found = Search(self._budget, self._model, None, _no_loss, _no_forward).run()
-            self._target = max(found.sparsity, self._target or 0.0)
+            self._target = max(found.sparsity, drowned, self._target or 0.0)
         if self._target is not None:
             drowned = min(drowned, self._target)
         for module in noisy_modules(self._model).values():
@@ -250,9 +251,12 @@ class Steering:
     def _drop_to(self, zeros: float) -> None:
         if zeros <= self.zeros():
             return
-        threshold = self._threshold(zeros)
-        for each in self._posteriors:
-            each.drop(each.log_alpha() > threshold)
+        scores = [_with_the_best_kept(each.log_alpha()) for each in self._posteriors]
+        limit = torch.cat([score.flatten().cpu() for score in scores])
+        kept = max(1, round((1 - zeros) * len(limit)))
+        threshold = limit.kthvalue(kept).values.item()
+        for each, score in zip(self._posteriors, scores, strict=True):
+            each.drop(score > threshold)
 
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
@@ -303,6 +307,12 @@ class Steering:
             }:
                 return f"the network in {kind!r} is another one"
         return ""
+
+
+def _with_the_best_kept(log_alpha: Tensor) -> Tensor:
+    """log α, but that of a layer's best weights so low that they stay: a layer without any is the end of a network."""
+    best = log_alpha.flatten().topk(max(2, int(LEAST * log_alpha.numel())), largest=False).indices
+    return log_alpha.flatten().index_fill(0, best, -math.inf).view_as(log_alpha)
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:

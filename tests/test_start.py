@@ -1,0 +1,147 @@
+"""How a run begins: the rate and the first noise, from what the network can do already."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsevd
+from sparsevd.posterior import posteriors
+from sparsevd.training import start
+from sparsevd.training.inputs import call
+from sparsevd.training.recipes import LEARNING_RATE
+from sparsevd.training.task import Task
+
+CONFIG = sparsevd.FitConfig(epochs=6, batch_size=50)
+X = torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] + X[:, 1] > 0).long()
+
+
+def network(seed=0, width=64):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    net = network()
+    sparsevd.fit_dense(net, (X, Y), None, sparsevd.FitConfig(epochs=20, learning_rate=2e-3), progress=False)
+    return net
+
+
+def begun(net, config=CONFIG, y=Y, loss=F.cross_entropy, sensitive=1.0):
+    model = sparsevd.sparsify(net)
+    return model, start.begin(Task(model, (X, y), None, config, loss, call, None, None), config)
+
+
+def test_a_fresh_network_gets_the_recipe_as_it_is():
+    model, found = begun(network())
+    assert not found.knows
+    assert found.config == dataclasses.replace(CONFIG, learning_rate=LEARNING_RATE)
+    assert found.text == ""
+    assert all((each.log_sigma2 == -8).all() for each in posteriors(model))
+
+
+def test_a_rate_that_was_given_is_not_touched(trained):
+    config = dataclasses.replace(CONFIG, learning_rate=0.5)
+    model, found = begun(trained, config)
+    assert found.config == config
+    assert all((each.log_sigma2 == -8).all() for each in posteriors(model))
+
+
+def test_a_trained_network_gets_noise_below_its_weights_that_can_grow_in_time(trained):
+    model, found = begun(trained)
+    assert found.knows
+    assert "predicts already (error 0" in found.text
+    for each in posteriors(model):
+        expected = each.theta.square().mean().log().item() - start.BELOW_WEIGHTS
+        assert each.log_sigma2.mean().item() == pytest.approx(expected, abs=1e-4)
+    steps = 6 * 20
+    noise = found.config.log_sigma2_lr_ratio * found.config.learning_rate
+    assert noise == pytest.approx(min(start.FASTEST_NOISE, start.TRAVEL / steps))
+
+
+def test_a_network_that_bears_little_gets_a_smaller_rate(trained):
+    """The same function with weights a hundredth as large in one layer, and a hundred times as large in the next."""
+    net = network()
+    net.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        net[0].weight.mul_(0.01)
+        net[0].bias.mul_(0.01)
+        net[2].weight.mul_(100)
+    _, usual = begun(trained)
+    _, small = begun(net)
+    assert small.config.learning_rate < usual.config.learning_rate
+    assert f"learning_rate={small.config.learning_rate:g}, the largest" in small.text
+
+
+def test_fit_does_not_destroy_what_bears_little(trained):
+    net = network()
+    net.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        net[0].weight.mul_(0.01)
+        net[0].bias.mul_(0.01)
+        net[2].weight.mul_(100)
+    before = sparsevd.evaluate(net, (X, Y)).error
+    model = sparsevd.sparsify(net)
+    history = sparsevd.fit(model, (X, Y), (X, Y), CONFIG, progress=False)
+    assert history[0].val_error <= before + 5
+    reckless = sparsevd.sparsify(net)
+    config = dataclasses.replace(CONFIG, learning_rate=LEARNING_RATE)
+    assert sparsevd.fit(reckless, (X, Y), (X, Y), config, progress=False)[0].val_error > before + 5
+
+
+def test_weights_that_the_first_noise_would_drown_get_less_of_it():
+    """As those of a fresh BERT, with a deviation of 0.02."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    nn.init.normal_(net[0].weight, std=0.01)
+    model, found = begun(net)
+    assert not found.knows
+    small, usual = posteriors(model)
+    assert (small.log_sigma2 < -12).all()
+    assert (usual.log_sigma2 == -8).all()
+    chosen = sparsevd.sparsify(net, initial_log_sigma2=-7.0)  # said by the user
+    start.begin(Task(chosen, (X, Y), None, CONFIG, F.cross_entropy, call, None, None), CONFIG)
+    assert (chosen[0].log_sigma2 == -7).all()
+
+
+def test_the_generator_and_the_network_are_left_alone(trained):
+    model = sparsevd.sparsify(trained)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "log_sigma2" not in name}
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    start.begin(Task(model, (X, Y), None, CONFIG, F.cross_entropy, call, None, None), CONFIG)
+    assert torch.equal(torch.rand(3), expected)
+    for name, tensor in before.items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_regression_in_any_unit_gets_the_same_rate():
+    y = X[:, :1] - 0.5 * X[:, 1:2]
+    rates = set()
+    for unit in (0.01, 1.0, 100.0):
+        net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
+        torch.manual_seed(0)
+        net[0].reset_parameters()
+        net[2].reset_parameters()
+        config = sparsevd.FitConfig(epochs=10, learning_rate=2e-3)
+        sparsevd.fit_dense(net, (X, unit * y), None, config, loss=sparsevd.Gaussian(), progress=False)
+        _, found = begun(net, y=unit * y, loss=sparsevd.Gaussian())
+        assert found.knows
+        rates.add(found.config.learning_rate)
+    assert len(rates) == 1
+
+
+def test_a_run_goes_on_with_the_rate_that_was_chosen(trained, tmp_path):
+    model = sparsevd.sparsify(trained)
+    config = dataclasses.replace(CONFIG, epochs=3)
+    sparsevd.fit(model, (X, Y), None, config, run_dir=tmp_path, progress=False)
+    again = sparsevd.sparsify(network(5))  # not trained: it would get another one
+    history = sparsevd.fit(again, (X, Y), None, config, run_dir=tmp_path, resume=True, progress=False)
+    assert len(history) == 3
+    assert math.isfinite(history[-1].train_loss)

@@ -1,0 +1,248 @@
+"""Budgets while training: β, the zeros and the state at the end follow what may be lost, or must be reached."""
+
+import copy
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import sparsevd
+from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
+from sparsevd.posterior import posteriors
+from sparsevd.training import steering
+from sparsevd.training.judge import Judge
+from sparsevd.training.progress import Callback
+from sparsevd.training.steering import Steering
+
+CONFIG = sparsevd.FitConfig(epochs=12, batch_size=50)
+
+
+def problem(n=1500, seed=0):
+    """Three of thirty inputs decide the class."""
+    x = torch.randn(n, 30, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] + 0.7 * x[:, 1] - 0.5 * x[:, 2] > 0).long()
+
+
+TRAIN, HELD_OUT, TEST = problem(), problem(1000, 7), problem(2000, 8)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 2))
+    sparsevd.fit_dense(net, TRAIN, None, sparsevd.FitConfig(epochs=8, learning_rate=5e-3), progress=False)
+    return net.eval()
+
+
+def error(network, data=TEST):
+    return sparsevd.evaluate(network, data).error
+
+
+def zeros(network):
+    weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
+    return sum(int((weight == 0).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
+
+
+def fitted(dense, budget, config=CONFIG, val=HELD_OUT, **how):
+    model = sparsevd.sparsify(dense)
+    history = sparsevd.fit(model, TRAIN, val, config, budget=budget, progress=False, **how)
+    return model, history
+
+
+@pytest.mark.parametrize("allowed", [0.5, 2.0])
+def test_an_error_is_kept_with_few_weights(dense, allowed):
+    model, history = fitted(dense, sparsevd.Budget(max_error_increase=allowed))
+    pruned = sparsevd.prune(model)
+    assert error(pruned, HELD_OUT) <= error(dense, HELD_OUT) + allowed
+    assert error(pruned) <= error(dense) + allowed + 1.5  # data that chose nothing, two standard errors of 2,000
+    assert zeros(pruned) > 0.8  # 27 of 30 inputs are noise
+    assert history[-1].sparsity == pytest.approx(100 * zeros(pruned), abs=1e-3)
+    assert history[-1].val_error == error(pruned, HELD_OUT)
+    assert error(model, HELD_OUT) == error(pruned, HELD_OUT)
+    assert history[-1].elbo is None  # β is not 1, so there is no bound to quote
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.98])
+def test_a_sparsity_is_hit(dense, share):
+    model, _ = fitted(dense, sparsevd.Budget(sparsity=share), val=None)
+    pruned = sparsevd.prune(model)
+    assert zeros(pruned) == pytest.approx(share, abs=1 / 768)
+    assert error(pruned) <= error(dense) + 3
+
+
+def test_the_cut_of_a_sparsity_costs_less_than_one_after_training(dense):
+    """What is left has learned to do without the rest."""
+    model, _ = fitted(dense, sparsevd.Budget(sparsity=0.95))
+    plain = sparsevd.sparsify(dense)
+    sparsevd.fit(plain, TRAIN, None, dataclasses.replace(CONFIG, drop_from=1.0), progress=False)
+    assert error(sparsevd.prune(model)) <= error(sparsevd.prune(plain, sparsity=0.95))
+
+
+def test_beta_follows_a_sparsity(dense):
+    _, few = fitted(dense, sparsevd.Budget(sparsity=0.2))
+    _, many = fitted(dense, sparsevd.Budget(sparsity=0.98))
+    assert few[-1].beta < many[-1].beta <= 1
+
+
+@pytest.mark.filterwarnings("ignore:of .* kept weights:sparsevd.errors.SparseVDWarning")
+def test_bytes(dense):
+    from sparsevd import modelfile
+
+    model, _ = fitted(dense, sparsevd.Budget(max_bytes=600))
+    assert 0.2 < zeros(sparsevd.prune(model)) < 1, "what the noise has drowned goes in any case"
+    assert len(modelfile.pack(model, precision="posterior")[0]) <= 650  # of values that were trained after the count
+
+
+def test_a_loss_and_a_metric(dense):
+    def accuracy(output, target):
+        return (output.argmax(1) == target).float().mean()
+
+    model, _ = fitted(dense, sparsevd.Budget(max_loss_increase=0.05))
+    base = sparsevd.evaluate(dense, HELD_OUT).loss
+    assert sparsevd.evaluate(sparsevd.prune(model), HELD_OUT).loss <= base + 0.05
+    assert zeros(sparsevd.prune(model)) > 0.7
+    model, _ = fitted(dense, sparsevd.Budget(max_metric_decrease=0.01, metric=accuracy))
+    assert error(sparsevd.prune(model), HELD_OUT) <= error(dense, HELD_OUT) + 1 + 1e-6
+    assert zeros(sparsevd.prune(model)) > 0.7
+
+
+def test_without_held_out_data_a_part_of_the_training_data_is_held_out_and_said(dense):
+    with pytest.warns(SparseVDWarning, match=r"measured on 300 of the training examples.*since there is no val"):
+        model, history = fitted(dense, sparsevd.Budget(max_error_increase=1.0), val=None)
+    assert history[-1].val_error is not None
+    assert zeros(sparsevd.prune(model)) > 0.5
+
+
+def test_a_network_that_knows_nothing_is_no_reference():
+    torch.manual_seed(0)
+    fresh = nn.Sequential(nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 2))
+    for config in (CONFIG, dataclasses.replace(CONFIG, learning_rate=1e-2)):
+        with pytest.raises(ArgumentError, match=r"knows nothing of the data yet.*fit_dense.*reference="):
+            fitted(fresh, sparsevd.Budget(max_error_increase=1.0), config)
+    model, _ = fitted(fresh, sparsevd.Budget(max_error_increase=3.0, reference=5.0))
+    assert error(sparsevd.prune(model), HELD_OUT) <= 8.0
+
+
+def test_a_budget_that_cannot_be_kept_ends_in_the_best_and_a_sentence(dense):
+    with pytest.warns(SparseVDWarning, match=r"cannot be kept; the best .* has .* zeros, error .*reference"):
+        model, _ = fitted(dense, sparsevd.Budget(max_error_increase=0.0, reference=0.0))
+    assert error(model) < 20
+    with pytest.warns(SparseVDWarning, match=r"cannot be kept"):
+        fitted(dense, sparsevd.Budget(max_error_increase=0.5, sparsity=0.9999))
+
+
+def test_the_end_says_what_beta_was(dense, capsys):
+    model = sparsevd.sparsify(dense)
+    config = dataclasses.replace(CONFIG, epochs=2)
+    sparsevd.fit(model, TRAIN, HELD_OUT, config, budget=sparsevd.Budget(max_error_increase=1.0))
+    assert re.search(r"β ended at [\d.]+; .* zeros, error .* % \(the reference: error .* %\)", capsys.readouterr().out)
+
+
+class Kill(Callback):
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_epoch(self, moment):
+        if moment.epoch == self.epoch:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("epoch", [2, 8, 10])
+@pytest.mark.parametrize("limits", [{"max_error_increase": 1.0}, {"sparsity": 0.95}], ids=["error", "sparsity"])
+def test_resume_gives_the_same_bits(dense, tmp_path, limits, epoch):
+    budget = sparsevd.Budget(**limits)
+    whole, _ = fitted(dense, budget)
+    with pytest.raises(RuntimeError, match="killed"):
+        fitted(dense, budget, run_dir=tmp_path, callbacks=[Kill(epoch)])
+    # Whoever resumes need not have the trained network: the reference is in the checkpoint too.
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 2)))
+    sparsevd.fit(model, TRAIN, HELD_OUT, CONFIG, budget=budget, run_dir=tmp_path, resume=True, progress=False)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert [each.threshold for each in posteriors(model)] == [math.inf, math.inf]
+    with pytest.raises(CheckpointError, match="budget"):
+        fitted(dense, sparsevd.Budget(max_error_increase=2.0), run_dir=tmp_path, resume=True)
+
+
+def test_a_state_that_is_none_is_refused(dense):
+    model = sparsevd.sparsify(dense)
+    budget = sparsevd.Budget(max_error_increase=1.0)
+    found = Steering(model, posteriors(model), budget, budget.judge(model, HELD_OUT), 1500)
+    state = found.state_dict()
+    assert found.problem_of(state) == ""
+    for name in ("steering", "reference"):
+        assert found.problem_of({key: value for key, value in state.items() if key != name})
+        assert found.problem_of(state | {name: torch.zeros(2)})
+    assert found.problem_of(state | {"good/0.weight": torch.zeros(3, 3)})
+
+
+def test_a_collapse_is_undone_at_half_the_rate(dense):
+    model = sparsevd.sparsify(dense)
+    budget = sparsevd.Budget(max_error_increase=1.0)
+    found = Steering(model, posteriors(model), budget, budget.judge(model, HELD_OUT), 1500)
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    found.look(0.2, 1.0, optimizer)
+    with torch.no_grad():
+        model[0].weight.mul_(-1)
+    beta = found.last_beta
+    found.look(0.3, 1.0, optimizer)
+    assert found.rate_factor == 0.5
+    assert found.last_beta == pytest.approx(beta / 2)
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert all(not state["exp_avg"].any() for state in optimizer.state.values())
+
+
+def test_many_weights_and_few_examples_begin_with_a_small_beta(dense):
+    model = sparsevd.sparsify(dense)
+    betas = [
+        Steering(model, posteriors(model), sparsevd.Budget(sparsity=0.9), None, n).last_beta for n in (10, 100, 10_000)
+    ]
+    assert betas[0] < betas[1] < betas[2] == 1
+
+
+def test_few_examples_are_judged_more_strictly(dense):
+    few, many = ((HELD_OUT[0][:n], HELD_OUT[1][:n]) for n in (60, 1000))
+    strict, plain = (
+        Judge(dense, few, nn.functional.cross_entropy, lambda m, x: m(x), error=1.0, strict=s) for s in (True, False)
+    )
+    assert strict.withheld > 0
+    assert strict.few
+    assert not plain.few
+    assert not Judge(dense, many, nn.functional.cross_entropy, lambda m, x: m(x), error=3.0, strict=True).few
+    sure = copy.deepcopy(dense)  # as many errors, but each a very sure one
+    with torch.no_grad():
+        sure[2].weight.mul_(20)
+        sure[2].bias.mul_(20)
+    assert strict.look(sure).keeps  # its temperature is another one, and that is all
+    with torch.no_grad():
+        sure[2].weight[0].mul_(0.3)
+    assert strict.look(sure).room < plain.look(sure).room
+
+
+def test_noise_is_off_while_it_settles_and_zeros_stay(dense):
+    seen = []
+
+    class Watch(Callback):
+        def __init__(self, model):
+            self.model = model
+
+        def on_step(self, moment):
+            alive = [int((each.theta != 0).sum()) for each in posteriors(self.model)]
+            seen.append((moment.progress, self.model[0].training, self.model.training, sum(alive)))
+
+    model = sparsevd.sparsify(dense)
+    sparsevd.fit(
+        model, TRAIN, None, CONFIG, budget=sparsevd.Budget(sparsity=0.9), progress=False, callbacks=[Watch(model)]
+    )
+    late = [each for each in seen if each[0] > steering.LEARNING + 0.01]
+    assert all(noisy for progress, noisy, *_ in seen if progress < steering.LEARNING)
+    assert not any(noisy for _, noisy, *_ in late)
+    assert all(training for *_, training, _ in late[:-1])
+    counts = [alive for *_, alive in late]
+    assert counts == sorted(counts, reverse=True)
