@@ -5,11 +5,12 @@
 
 For each task a dense network is trained first, or given. Then `fit(budget=…)` from it, in so many epochs, once for each
 budget and seed; and, for comparison, `fit` with β = 0.003 … 3 (by dividing the loss), whose networks are cut by
-`prune(budget=…)` or `prune(sparsity=…)` on the same held-out data. The test data judges only. On the small sets a run
-is repeated over random splits into 60 % to train on, 20 % held out and 20 % to test on.
+`prune(budget=…)` or `prune(sparsity=…)` on the same held-out data; and gradual magnitude pruning. The test data judges
+only. On the small sets a run is repeated over random splits into 60 % to train on, 20 % held out and 20 % to test on.
 """
 
 import argparse
+import copy
 import math
 import time
 import warnings
@@ -26,6 +27,8 @@ from records import Records
 from torch import Tensor, nn
 
 import sparsevd
+from sparsevd.baselines.gradual import GradualPruning
+from sparsevd.baselines.training import Training
 from sparsevd.errors import SparseVDWarning
 from sparsevd.training.data import Augmented
 from sparsevd.zoo import datasets, models
@@ -45,6 +48,8 @@ class Task:
     seeds: range
     sparsities: tuple[float, ...] = ()
     betas: tuple[float, ...] = BETAS
+    gradual: tuple[float, ...] = ()  # sparsities for gradual magnitude pruning ...
+    gradual_rate: float = 2e-3  # ... and its rate
     regression: bool = False
 
 
@@ -107,7 +112,7 @@ TASKS = {
     "wine": Task(small("wine"), 40, (0.5, 1.0), range(20)),
     "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
     "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), regression=True),
-    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (0.03, 0.1, 0.3)),
+    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (0.03, 0.1, 0.3), (0.7, 0.8, 0.85), 1e-3),
 }
 
 
@@ -125,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", nargs="?", choices=["run", "table"], default="run")
     parser.add_argument("--task", choices=TASKS, action="append")
-    parser.add_argument("--kind", choices=["budget", "sparsity", "sweep"], action="append")
+    parser.add_argument("--kind", choices=["budget", "sparsity", "sweep", "gradual"], action="append")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--points", type=float, nargs="+")
     parser.add_argument("--weights", default=WEIGHTS, help="of ResNet-20")
@@ -148,6 +153,7 @@ def units(name: str, kinds: list[str] | None, seeds: list[int] | None) -> Iterat
             "budget": [{"points": points} for points in task.points],
             "sparsity": [{"share": share} for share in task.sparsities],
             "sweep": [{"beta": beta} for beta in task.betas],
+            "gradual": [{"share": share} for share in task.gradual],
         }
         for kind, settings in found.items():
             if kinds is None or kind in kinds:
@@ -161,6 +167,12 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
     config = sparsevd.FitConfig(epochs=about.epochs, seed=seed)
     loss: Any = sparsevd.Gaussian() if about.regression else F.cross_entropy
     begun = time.monotonic()
+    if kind == "gradual":
+        method = GradualPruning(sparsity=setting["share"], learning_rate=about.gradual_rate, l1=0.0)
+        training = Training(train, epochs=about.epochs, seed=seed, progress=False)
+        cut = method.train(copy.deepcopy(net), training).network
+        seconds = round(time.monotonic() - begun, 1)
+        return {"epochs": about.epochs, "seconds": seconds, **judged(cut, net, held_out, test, loss)}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", SparseVDWarning)
         if kind == "sweep":
@@ -239,9 +251,11 @@ def table(records: Records) -> str:
     for name, task in TASKS.items():
         asked = [("budget", "points", value) for value in task.points]
         asked += [("sparsity", "share", value) for value in task.sparsities]
+        asked += [("gradual", "share", value) for value in task.gradual]
         for kind, key, value in asked:
             if runs := records.find(task=name, kind=kind, **{key: value}):
                 what = f"{value:g}" + (" zeros" if key == "share" else "")
+                what += ", gradual magnitude pruning" if kind == "gradual" else ""
                 lines += [f"| {name} | {what} | {len(runs)} | {_row(records, name, runs, key, value)}"]
     return "\n".join(lines)
 
