@@ -111,7 +111,7 @@ TASKS = {
     "digits": Task(small("digits"), 40, (0.5, 1.0), range(10), SPARSITIES[:3]),
     "wine": Task(small("wine"), 40, (0.5, 1.0), range(20)),
     "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
-    "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), regression=True),
+    "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), betas=(), regression=True),
     "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (0.03, 0.1, 0.3), (0.7, 0.8, 0.85), 1e-3),
 }
 
@@ -177,8 +177,7 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
         warnings.simplefilter("always", SparseVDWarning)
         if kind == "sweep":
             beta = setting["beta"]
-            scaled = loss if about.regression else lambda output, target: F.cross_entropy(output, target) / beta
-            sparsevd.fit(model, train, held_out, config, loss=scaled, progress=False)
+            sparsevd.fit(model, train, held_out, config, loss=lambda o, y: F.cross_entropy(o, y) / beta, progress=False)
             seconds = time.monotonic() - begun
             cuts = [
                 {
@@ -220,13 +219,13 @@ def judged(pruned: nn.Module, net: nn.Module, held_out: Pair, test: Pair, loss: 
     """Zeros, what is measured on the data that chose, and the paired difference on the data that did not."""
     weights = [p for p in pruned.parameters() if p.ndim > 1]
     kept = sum(int((weight != 0).sum()) for weight in weights)
-    sizes = {"zeros": 1 - kept / sum(weight.numel() for weight in weights), "kept": kept}
+    sizes = {"zeros": round(1 - kept / sum(weight.numel() for weight in weights), 5), "kept": kept}
     lost = paired(pruned, net, test, loss)
     chosen = paired(pruned, net, held_out, loss)
     return sizes | {
-        "held_out": chosen.mean().item(),
-        "test": lost.mean().item(),
-        "standard_error": lost.std().item() / math.sqrt(len(lost)),
+        "held_out": round(chosen.mean().item(), 4),
+        "test": round(lost.mean().item(), 4),
+        "standard_error": round(lost.std().item() / math.sqrt(len(lost)), 4),
         "n": len(lost),
     }
 
