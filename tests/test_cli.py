@@ -193,6 +193,28 @@ def test_prune_to_a_share_or_within_an_error(trained, user_folder):
     assert "did you mean 0.9?" in str(percent.exception)
 
 
+@pytest.mark.parametrize("options", [["--max-error-increase", "3"], ["--sparsity", "0.9"]], ids=["error", "sparsity"])
+def test_a_budget_while_training(user_folder, options):
+    result = CliRunner().invoke(app, [*TRAIN, *options, "--out", "run", "--epochs", "4", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    summary = json.loads((user_folder / "run" / "summary.json").read_text())
+    assert summary["budget"][options[0][2:].replace("-", "_")] == float(options[1])
+    assert summary["elbo"] is None
+    assert f"β ended at {summary['beta']:.3g}" in result.output
+    pruned = [tensor for tensor in load_file("run/pruned.safetensors").values() if tensor.ndim > 1]
+    share = sum(int((w == 0).sum()) for w in pruned) / sum(w.numel() for w in pruned)
+    assert 1 / summary["ratio"] == pytest.approx(1 - share)
+    if options[0] == "--sparsity":
+        assert share == pytest.approx(0.9, abs=0.001)
+    else:
+        assert "against a trained network: pretrain_epochs=10" in result.output
+        assert "on held-out examples: val_size=400" in result.output
+    again = CliRunner().invoke(app, [*TRAIN, *options, "--out", "run", "--epochs", "4", "--seed", "3", "--resume"])
+    assert again.exit_code == 0, again.output
+    other = CliRunner().invoke(app, [*TRAIN, "--out", "run", "--epochs", "4", "--seed", "3", "--resume"])
+    assert other.exit_code != 0
+
+
 def test_threshold_auto(trained, user_folder):
     """By the price alone, or checked on what the run held out; the counts are those of the written file."""
     folder, _ = trained

@@ -127,6 +127,21 @@ def test_compress_a_run(trained, tmp_path):
         assert text in shown
 
 
+def test_a_budget_of_zeros_and_of_bytes(trained, tmp_path):
+    target = tmp_path / "small.spvd"
+    sparse = compression.compress(of_mine(trained, target, max_error_increase=3.0, sparsity=0.97))
+    assert sum(layer.kept for layer in sparse.layers) <= 0.03 * sum(layer.weights for layer in sparse.layers) + 1
+    free = compression.compress(of_mine(trained, target, max_error_increase=3.0))
+    limit = int(0.8 * free.size)
+    small = compression.compress(of_mine(trained, target, max_error_increase=3.0, max_bytes=limit))
+    assert target.stat().st_size == small.size <= limit
+    assert small.size > 0.5 * limit  # no more than need be
+    with pytest.raises(ArgumentError, match=r"max_bytes=10: even with no weight left"):
+        compression.compress(of_mine(trained, target, max_error_increase=3.0, max_bytes=10))
+    with pytest.raises(ArgumentError, match="is pruned already"):
+        compression.compress(of_mine(trained / "pruned.safetensors", target, precision="8", sparsity=0.9))
+
+
 def test_what_rounding_loses_in_the_search_is_measured_and_not_warned_of(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(compression, "STEPS", (0.12, 40.0))
     result = compression.compress(of_mine(trained, tmp_path / "a.spvd", max_error_increase=100.0, val_size=500))

@@ -163,7 +163,10 @@ def _fitting(model: nn.Module, precision: modelfile.Precision, example: Tensor, 
     while kept > 1:
         kept = int(0.9 * kept)
         _cut(model, threshold_of_sparsity(model, 1 - kept / total))
-        content, packed = _packed(model, precision, _graph(prune(model), example))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SparseVDWarning)  # of layers that are emptied on the way
+            pruned = prune(model)
+        content, packed = _packed(model, precision, _graph(pruned, example))
         if len(content) <= max_bytes:
             return content, packed
     raise ArgumentError(f"max_bytes={max_bytes}: even with no weight left the file has {len(content):,} bytes")
