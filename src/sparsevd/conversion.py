@@ -212,8 +212,8 @@ def prune(
             every weight. "auto" cuts lower, as far as that costs next to nothing in the bound.
         sparsity: instead of a threshold, the share of all weights to make zero: those with the largest log α.
         budget: instead of both, what may be lost, or how large the file may be: the sparsest network that keeps to it.
-        data: what a budget is measured on; held-out data, in any form that `evaluate` takes. With "auto" it checks the
-            cut: where the error rises by more than the noise of measuring, the model's own threshold is kept.
+        data: held-out data, as `evaluate` takes it, that a budget is measured on. "auto" is checked by it: where the
+            error rises by more than the noise of measuring, the model's own threshold is kept.
         inplace: change the given model instead of a copy.
         how: `loss` and `forward`, as for `evaluate`, for what is measured.
     """

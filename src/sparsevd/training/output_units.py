@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers.layer import SparseLayer
 from sparsevd.layers.modes import in_eval_mode
 from sparsevd.posterior import posteriors
 from sparsevd.training.inputs import Forward
@@ -62,7 +61,7 @@ class OutputUnits:
         self._change_noise(direction)
 
     def _change_noise(self, direction: int) -> None:
-        for each in self._layer.posteriors() if isinstance(self._layer, SparseLayer) else ():
+        for each in posteriors(self._layer):
             each.log_sigma2.data.add_(_spread(self._rows(), each.log_sigma2).log(), alpha=2 * direction)
 
     def _scaled(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -118,10 +117,11 @@ def output_layer(model: nn.Module, forward: Forward, inputs: Any, axis: int) -> 
 
 def has_fresh_noise(layer: nn.Module) -> bool:
     """Whether log σ² is as `sparsify` has made it."""
-    return isinstance(layer, SparseLayer) and all(
-        bool((each.log_sigma2 == layer.initial_log_sigma2).all()) for each in posteriors(layer)
-    )
+    found = posteriors(layer)
+    first = getattr(layer, "initial_log_sigma2", None)
+    return bool(found) and all(bool((each.log_sigma2 == first).all()) for each in found)
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
-    return module.plain_type if isinstance(module, SparseLayer) else type(module)
+    plain: type[nn.Module] = getattr(module, "plain_type", type(module))  # of a Sparse VD layer, its twin's
+    return plain
