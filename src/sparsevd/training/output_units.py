@@ -118,7 +118,7 @@ def output_layer(model: nn.Module, forward: Forward, inputs: Any, axis: int) -> 
 def has_fresh_noise(layer: nn.Module) -> bool:
     """Whether log σ² is as `sparsify` has made it."""
     found = posteriors(layer)
-    first = getattr(layer, "initial_log_sigma2", None)
+    first: float = getattr(layer, "initial_log_sigma2", float("nan"))
     return bool(found) and all(bool((each.log_sigma2 == first).all()) for each in found)
 
 
