@@ -88,12 +88,15 @@ def test_beta_follows_a_sparsity(dense):
 
 
 @pytest.mark.filterwarnings("ignore:of .* kept weights:sparsevd.errors.SparseVDWarning")
-def test_bytes(dense):
+@pytest.mark.parametrize("error", [None, 5.0])
+def test_bytes(dense, error):
     from sparsevd import modelfile
 
-    model, _ = fitted(dense, sparsevd.Budget(max_bytes=600))
+    model, _ = fitted(dense, sparsevd.Budget(max_bytes=600, max_error_increase=error))
     assert 0.2 < zeros(sparsevd.prune(model)) < 1, "what the noise has drowned goes in any case"
-    assert len(modelfile.pack(model, precision="posterior")[0]) <= 650  # of values that were trained after the count
+    assert len(modelfile.pack(model, precision="posterior")[0]) <= 600
+    with pytest.warns(SparseVDWarning, match=r"\(max_bytes=20\) cannot be kept; .* bytes"):
+        fitted(dense, sparsevd.Budget(max_bytes=20), dataclasses.replace(CONFIG, epochs=1))
 
 
 def test_a_loss_and_a_metric(dense):
@@ -127,7 +130,10 @@ def test_a_network_that_knows_nothing_is_no_reference():
 
 
 def test_a_budget_that_cannot_be_kept_ends_in_the_best_and_a_sentence(dense):
-    with pytest.warns(SparseVDWarning, match=r"cannot be kept; the best .* has .* zeros, error .*reference"):
+    with pytest.warns(
+        SparseVDWarning,
+        match=r"increase=0, reference=0\) cannot be kept; the best .* zeros, error .*reference",
+    ):
         model, _ = fitted(dense, sparsevd.Budget(max_error_increase=0.0, reference=0.0))
     assert error(model) < 20
     with pytest.warns(SparseVDWarning, match=r"cannot be kept"):
@@ -139,6 +145,43 @@ def test_the_end_says_what_beta_was(dense, capsys):
     config = dataclasses.replace(CONFIG, epochs=2)
     sparsevd.fit(model, TRAIN, HELD_OUT, config, budget=sparsevd.Budget(max_error_increase=1.0))
     assert re.search(r"β ended at [\d.]+; .* zeros, error .* % \(the reference: error .* %\)", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sparsevd.Budget(sparsity="0.9"), "sparsity='0.9' must be a number"),
+        (lambda: sparsevd.Budget(max_error_increase=True), "max_error_increase=True must be a number"),
+        (lambda: sparsevd.Budget(max_error_increase=1, reference="dense"), "reference is a str"),
+        (lambda: sparsevd.Budget(max_error_increase=1, reference=-1.0), "reference=-1.0 must be an error in %"),
+        (lambda: sparsevd.Budget(max_metric_decrease=1, metric="acc"), "metric='acc' must be a function"),
+    ],
+)
+def test_budgets_that_mean_nothing(make, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        make()
+
+
+def test_what_is_no_budget_or_no_held_out_data(dense):
+    for wrong in ("0.5", 0.5, [sparsevd.Budget(sparsity=0.5)]):
+        with pytest.raises(ArgumentError, match=r"must be a sparsevd\.Budget"):
+            fitted(dense, wrong)
+        with pytest.raises(ArgumentError, match=r"must be a sparsevd\.Budget"):
+            sparsevd.prune(sparsevd.sparsify(dense), budget=wrong, data=HELD_OUT)
+    nothing = HELD_OUT[0] * math.nan, HELD_OUT[1]
+    with pytest.raises(ArgumentError, match="the loss of the reference is not a finite number.*look at val"):
+        fitted(dense, sparsevd.Budget(max_error_increase=1.0), val=nothing)
+    loader = torch.utils.data.DataLoader(list(zip(*TRAIN, strict=True)), 50)
+    with pytest.raises(ArgumentError, match="none can be taken from a DataLoader; give val"):
+        sparsevd.fit(sparsevd.sparsify(dense), loader, budget=sparsevd.Budget(max_error_increase=1.0))
+
+
+def test_the_threshold_is_as_before_and_the_next_fit_prunes_again(dense):
+    model, _ = fitted(dense, sparsevd.Budget(sparsity=0.5))
+    assert {each.threshold for each in posteriors(model)} == {3.0}
+    kept = zeros(sparsevd.prune(model))
+    sparsevd.fit(model, TRAIN, None, CONFIG, progress=False)
+    assert zeros(sparsevd.prune(model)) > kept
 
 
 class Kill(Callback):
@@ -162,8 +205,10 @@ def test_resume_gives_the_same_bits(dense, tmp_path, limits, epoch):
     sparsevd.fit(model, TRAIN, HELD_OUT, CONFIG, budget=budget, run_dir=tmp_path, resume=True, progress=False)
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
-    assert [each.threshold for each in posteriors(model)] == [math.inf, math.inf]
-    with pytest.raises(CheckpointError, match="budget"):
+    assert [each.threshold for each in posteriors(model)] == [3.0, 3.0]
+    with pytest.raises(CheckpointError, match=r"budget: .* then, None now"):
+        fitted(dense, None, run_dir=tmp_path, resume=True)
+    with pytest.raises(CheckpointError, match=r"budget: .* then, 'max_error_increase=2' now"):
         fitted(dense, sparsevd.Budget(max_error_increase=2.0), run_dir=tmp_path, resume=True)
 
 

@@ -220,6 +220,8 @@ def prune(
     if sum(given is not None for given in (threshold, sparsity, budget)) > 1:
         raise ArgumentError("threshold, sparsity and budget each say where to cut; give one of them")
     cut = _named_cut(threshold) if isinstance(threshold, str) else budget
+    if cut is not None and not hasattr(cut, "threshold_of"):
+        raise ArgumentError(f"budget={cut!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
     if cut is None and (data is not None or how):
         raise ArgumentError(f"{', '.join(['data', *how][data is None :])}: only a budget is measured; give budget= too")
     if cut is not None:

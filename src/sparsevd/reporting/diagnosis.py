@@ -19,6 +19,9 @@ DIAGNOSES: dict[str, Diagnosis] = {}
 # What is known, and can be mended, before the first step.
 BEFORE_A_RUN = ("too_few_steps", "noise_at_the_start")
 
+# What a run with a budget can still be told: it weighs the KL as it needs, and is judged by what it lost.
+WITH_A_BUDGET = ("lost_everything", "stayed_dense")
+
 MUCH_NOISE = 0.5  # times the weights, by their squares
 LITTLE_NOISE = 0.05
 MUCH_DENSE = 0.1  # of all parameters

@@ -202,8 +202,8 @@ class Run:
         They are those that the same seed and `val_size` hold out in training, if the run held out any.
         """
         data = self.data()
-        _, held_out = split(data.train, min(val_size, size(data.train, "train") // 2), self.seed())
         unseen = self._origin.asked("val_size") if self._origin else 0
+        _, held_out = split(data.train, min(val_size, unseen or size(data.train, "train") // 2), self.seed())
         measured = size(held_out, "train")
         whether = "held out in training" if unseen >= measured else "that the run has trained on"
         self._say(f"measured on {measured:,} examples of the training set, {whether}")

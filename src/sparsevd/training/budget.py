@@ -74,10 +74,18 @@ class Budget:
     def __post_init__(self) -> None:
         if all(getattr(self, name) is None for name in LIMITS):
             raise ArgumentError(f"a budget needs a limit: give {', '.join(LIMITS[:-1])} or {LIMITS[-1]}")
-        for name in LIMITS[1:]:
+        for name in LIMITS:
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ArgumentError(f"{name}={value!r} must be a number")
+            if name != "sparsity" and value is not None and not 0 <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r} must be zero or a positive number")
+        if self.metric is not None and not callable(self.metric):
+            raise ArgumentError(f"metric={self.metric!r} must be a function of the output and the target")
+        if isinstance(self.reference, bool) or not isinstance(self.reference, nn.Module | int | float | None):
+            raise ArgumentError(f"reference is a {type(self.reference).__name__}; give a network, or its error in %")
+        if isinstance(self.reference, int | float) and not 0 <= self.reference <= 100:
+            raise ArgumentError(f"reference={self.reference!r} must be an error in %, from 0 to 100")
         if self.sparsity is not None:
             checked_sparsity(self.sparsity)
         if self.max_metric_decrease is not None and self.metric is None:
@@ -87,6 +95,13 @@ class Budget:
     def measures(self) -> bool:
         """Whether data is needed to see if it is kept."""
         return any(v is not None for v in (self.max_error_increase, self.max_loss_increase, self.max_metric_decrease))
+
+    def __str__(self) -> str:
+        """What was asked, for people and for a run that is resumed."""
+        asked = [f"{name}={value:g}" for name, value in self.limits().items() if value is not None]
+        if isinstance(self.reference, int | float):
+            asked.append(f"reference={self.reference:g}")
+        return ", ".join(asked)
 
     def limits(self) -> dict[str, float | None]:
         """Its numbers, by name."""
@@ -121,6 +136,13 @@ class Budget:
 
 def _threshold(model: nn.Module, sparsity: float) -> float:
     return threshold_for([(each.theta, each.log_sigma2) for each in required_posteriors(model)], sparsity)
+
+
+def packed_size(model: nn.Module) -> int:
+    """Bytes of the file, without a word about layers that a cut has emptied or weights that rounding loses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparseVDWarning)
+        return len(modelfile.pack(model, precision="posterior")[0])
 
 
 @contextmanager
@@ -200,9 +222,8 @@ class Search:
             with cut_at(self.model, threshold):
                 measured = evaluate(self.model, self.data, self.loss, forward=self.forward, metric=self.budget.metric)
         if self.budget.max_bytes is not None:
-            with cut_at(self.model, threshold), warnings.catch_warnings():
-                warnings.simplefilter("ignore", SparseVDWarning)  # of layers that a cut of the search empties
-                size = len(modelfile.pack(self.model, precision="posterior")[0])
+            with cut_at(self.model, threshold):
+                size = packed_size(self.model)
         self.curve.append(Point(sparsity, threshold, measured, size))
         return self.curve[-1]
 

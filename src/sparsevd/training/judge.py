@@ -92,6 +92,12 @@ class Judge:
         network = reference if isinstance(reference, nn.Module) else None
         if isinstance(reference, nn.Module):
             base = self.measure(reference)
+            unknown = [name for name in ("loss", "metric") if not math.isfinite(getattr(base, name) or 0.0)]
+            if unknown:
+                raise ArgumentError(
+                    f"on the held-out data the {' and the '.join(unknown)} of the reference is not a finite number, so "
+                    "nothing can be compared with it; look at val"
+                )
         elif loss_rise is not None or metric_fall is not None:
             raise ArgumentError(f"reference={reference} is an error; for a loss or a metric give the network")
         else:
@@ -100,7 +106,7 @@ class Judge:
             raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
         self._strict = strict
         self.compare_with(base, None)
-        if self.few and network is not None:
+        if self.few and network is not None and _classes(self.data):
             self.compare_with(base, self._calibrated(network))
 
     def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
@@ -138,6 +144,13 @@ class Judge:
         """What an evaluation leaves of the budget."""
         return min(limit.room(value) for limit, value in self._compared(found))
 
+    def within(self, found: Evaluation | None) -> bool:
+        """Whether the budget itself is kept, of which a search may use a part only."""
+        if found is None:
+            return True
+        kept = [limit.room(value) + self.withheld / limit.scale >= 0 for limit, value in self._compared(found)]
+        return all(kept)
+
     def look(self, model: nn.Module) -> Verdict:
         """The network as it is now."""
         found = self.measure(model)
@@ -167,3 +180,9 @@ class Judge:
                 targets.append(y.cpu())
         logits, target = torch.cat(outputs), torch.cat(targets)
         return min(F.cross_entropy(logits / temperature, target).item() for temperature in TEMPERATURES)
+
+
+def _classes(data: Data) -> bool:
+    """Whether each example has one class."""
+    _, target = next(batches(data, 2, shuffle=False))
+    return target.ndim == 1 and not target.is_floating_point()

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
-from sparsevd.reporting.diagnosis import BEFORE_A_RUN, Course, diagnose
+from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
 from sparsevd.reporting.summary import summary
 from sparsevd.training import course, generator, start, threads
 from sparsevd.training.budget import Budget, cut_at
@@ -99,6 +100,8 @@ def fit(
     config = config or FitConfig()
     if config.weight_decay:
         raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
+    if budget is not None and not isinstance(budget, Budget):
+        raise ArgumentError(f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
     if budget is not None and budget.measures and val is None:
         train, val = _held_out(train, config.seed)
     taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
@@ -190,10 +193,10 @@ class Loop:
             if chosen.text:
                 self._say(chosen.text)
         config, task = self.config, self.task
-        settings = {**asdict(config), "n_train": task.n, **task.settings()}
+        settings = {**asdict(config), "n_train": task.n, "budget": None, **task.settings()}
         judge = None
         if self._budget is not None:
-            settings["budget"] = self._budget.limits()
+            settings["budget"] = str(self._budget)
             if self._budget.measures and task.val is not None:
                 with cut_at(self.model, math.inf):  # the network at its start, as it was before it had noise
                     judge = self._budget.judge(self.model, task.val, task.loss, task.forward, strict=True)
@@ -206,7 +209,8 @@ class Loop:
         """What there is to say of a run of Sparse VD, before its first step or after its last."""
         remarks: list[str] = []
         if run and at_end:
-            remarks = replace(summary(self.model), course=course.ended(run, self.state.history)).remarks
+            found = replace(summary(self.model), course=course.ended(run, self.state.history))
+            remarks = diagnose(found, WITH_A_BUDGET if self._budget else None)
         elif run:
             remarks = diagnose(replace(run.start, course=run), BEFORE_A_RUN)
         for callback in self._callbacks:
@@ -408,14 +412,17 @@ class Loop:
 def _held_out(train: Data, seed: int) -> tuple[Data, Data]:
     """A part of the training data to measure a budget on, and a word about it."""
     train = checked(train, "train")
+    if isinstance(train, DataLoader):
+        raise ArgumentError("a budget is measured on held-out data, and none can be taken from a DataLoader; give val")
     count = min(LARGEST_HELD_OUT, max(1, round(HELD_OUT * size(train, "train"))))
+    parts = split(train, count, seed)
     warnings.warn(
         f"the budget is measured on {count:,} of the training examples, which are held out, since there is no val; if "
         "the network was trained on them before, they flatter it",
         SparseVDWarning,
         stacklevel=3,
     )
-    return split(train, count, seed)
+    return parts
 
 
 def _name(metric: Metric | None) -> str:

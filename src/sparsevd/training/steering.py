@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import SparseVDWarning
 from sparsevd.posterior import Posterior, noisy_modules, threshold_for
-from sparsevd.training.budget import Budget, Point, Search
+from sparsevd.training.budget import Budget, Point, Search, packed_size
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.judge import Judge
 
@@ -103,25 +103,47 @@ class Steering:
         """After the last step: the state to return. Gives a sentence about it."""
         if self._judge is None:
             self._drop_to(self._target or 0.0)
-            return self._said()
-        if self._best:
+        elif self._best:
             self._put_back(self._best)
         elif self._good:
             self._back_to_learning()
         self._last_cut()
-        verdict = self._judge.look(self._model)
-        enough = self._budget.sparsity is None or self.zeros() >= self._budget.sparsity - 1e-4
-        if not (verdict.keeps and enough):
+        size = self._cut_until_it_fits()
+        self._put_threshold_back()
+        found = self._judge.measure(self._model) if self._judge is not None else None
+        result = Point(self.zeros(), 0, found, size)
+        beside = f" (the reference: {_shown(self._judge)})" if self._judge is not None else ""
+        reached = self._budget.sparsity is None or self.zeros() >= self._budget.sparsity - 1e-3
+        fits = size is None or size <= (self._budget.max_bytes or 0)
+        if not (reached and fits and (self._judge is None or self._judge.within(found))):
             warnings.warn(
-                f"the budget cannot be kept; the best that was found has {Point(self.zeros(), 0, verdict.evaluation)} "
-                f"(the reference: {_shown(self._judge)}). More epochs, a larger budget or more data may help",
+                f"the budget ({self._budget}) cannot be kept; the best that was found has {result}{beside}. More "
+                "epochs, a larger budget or more data may help",
                 SparseVDWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
-        return f"{self._said()}; {Point(self.zeros(), 0, verdict.evaluation)} (the reference: {_shown(self._judge)})"
+        return f"β ended at {self.last_beta:.3g}; {result}{beside}"
 
-    def _said(self) -> str:
-        return f"β ended at {self.last_beta:.3g}"
+    def _cut_until_it_fits(self) -> int | None:
+        """Bytes come last: what is left of the noise decides how many a weight takes."""
+        if self._budget.max_bytes is None:
+            return None
+        before = -1.0
+        while (size := packed_size(self._model)) > self._budget.max_bytes and self.zeros() > before:
+            before = self.zeros()
+            self._drop_to(1 - 0.95 * (1 - before))
+        return size
+
+    @torch.no_grad()
+    def _put_threshold_back(self) -> None:
+        """What is kept stays so with it: noise that was learned for other weights may not say otherwise."""
+        for each in self._posteriors:
+            largest = 2 * each.theta.abs().log() + self._threshold_then - 0.01
+            each.log_sigma2.copy_(
+                torch.where(each.theta == 0, each.log_sigma2, torch.minimum(each.log_sigma2, largest))
+            )
+        for module in noisy_modules(self._model).values():
+            module.threshold = self._threshold_then
 
     # While it learns.
 
@@ -164,7 +186,9 @@ class Steering:
             if as_it_is < min(with_them, 0.0) - 0.2:
                 drowned = 0.0  # they are not noise yet
         elif self._budget.max_bytes is not None:
-            found = Search(self._budget, self._model, None, _no_loss, _no_forward).run()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SparseVDWarning)  # whether it fits is said at the end
+                found = Search(self._budget, self._model, None, _no_loss, _no_forward).run()
             self._target = max(found.sparsity, drowned, self._target or 0.0)
         if self._target is not None:
             drowned = min(drowned, self._target)
