@@ -25,7 +25,7 @@ MOST = 0.95
 def begun(task: Task, schedule: Schedule) -> Course:
     """What is known before the first step."""
     steps = schedule.config.epochs * _steps_per_epoch(task, schedule.config.batch_size)
-    parts = [(i + 0.5) / 1000 for i in range(1000)]
+    parts = [(i + 0.5) / 200 for i in range(200)]
     rate = sum(schedule.config.rate(part) for part in parts) / len(parts)
     noise_rate = sum(schedule.config.rate(part) * schedule.at(part).noise_ratio for part in parts) / len(parts)
     return Course(

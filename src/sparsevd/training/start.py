@@ -55,10 +55,7 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
         return Start(config, knows=True)
     if not found:
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=False)
-    with torch.random.fork_rng([]):
-        torch.manual_seed(config.seed)
-        first = list(itertools.islice(batches(task.train, config.batch_size, shuffle=True), TRIAL_STEPS[1] + BATCHES))
-    measured, training = first[:BATCHES], first[BATCHES:] or first
+    measured = _first(task, config, BATCHES)
     try:
         with cut_at(task.model, math.inf):  # the first noise may be beyond every threshold where weights are small
             before = evaluate_batches(task.model, measured, task.loss, task.forward)
@@ -75,6 +72,7 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     for each in found:
         if _untouched(each):
             _quieten(each)
+    training = _first(task, config, BATCHES + TRIAL_STEPS[1])[BATCHES:] or measured
     steps = config.epochs * math.ceil(task.per_epoch / config.batch_size)
     rate = LEARNING_RATE
     while rate > SMALLEST_RATE and not _survives(task, config, rate, steps, training, measured, before):
@@ -90,6 +88,13 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     why = "" if rate == LEARNING_RATE else f", the largest of {LEARNING_RATE:g}, half of it and so on that does no harm"
     text = f"the network predicts already ({error} on {BATCHES} training batches): learning_rate={rate:g}{why}"
     return Start(chosen, knows, text)
+
+
+def _first(task: Task, config: FitConfig, count: int) -> list[Batch]:
+    """The first batches of an epoch."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(config.seed)
+        return list(itertools.islice(batches(task.train, config.batch_size, shuffle=True), count))
 
 
 def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
