@@ -64,7 +64,8 @@ def test_a_trained_network_gets_noise_below_its_weights_that_can_grow_in_time(tr
     assert noise == pytest.approx(min(start.FASTEST_NOISE, start.TRAVEL / steps))
 
 
-def test_a_network_that_bears_little_gets_a_smaller_rate(trained):
+@pytest.fixture
+def fragile(trained):
     """The same function with weights a hundredth as large in one layer, and a hundred times as large in the next."""
     net = network()
     net.load_state_dict(trained.state_dict())
@@ -72,24 +73,22 @@ def test_a_network_that_bears_little_gets_a_smaller_rate(trained):
         net[0].weight.mul_(0.01)
         net[0].bias.mul_(0.01)
         net[2].weight.mul_(100)
+    return net
+
+
+def test_a_network_that_bears_little_gets_a_smaller_rate(trained, fragile):
     _, usual = begun(trained)
-    _, small = begun(net)
+    _, small = begun(fragile)
     assert small.config.learning_rate < usual.config.learning_rate
     assert f"learning_rate={small.config.learning_rate:g}, the largest" in small.text
 
 
-def test_fit_does_not_destroy_what_bears_little(trained):
-    net = network()
-    net.load_state_dict(trained.state_dict())
-    with torch.no_grad():
-        net[0].weight.mul_(0.01)
-        net[0].bias.mul_(0.01)
-        net[2].weight.mul_(100)
-    before = sparsevd.evaluate(net, (X, Y)).error
-    model = sparsevd.sparsify(net)
+def test_fit_does_not_destroy_what_bears_little(fragile):
+    before = sparsevd.evaluate(fragile, (X, Y)).error
+    model = sparsevd.sparsify(fragile)
     history = sparsevd.fit(model, (X, Y), (X, Y), CONFIG, progress=False)
     assert history[0].val_error <= before + 5
-    reckless = sparsevd.sparsify(net)
+    reckless = sparsevd.sparsify(fragile)
     config = dataclasses.replace(CONFIG, learning_rate=LEARNING_RATE)
     assert sparsevd.fit(reckless, (X, Y), (X, Y), config, progress=False)[0].val_error > before + 5
 

@@ -184,6 +184,29 @@ def test_the_threshold_is_as_before_and_the_next_fit_prunes_again(dense):
     assert zeros(sparsevd.prune(model)) > kept
 
 
+def test_each_layer_gets_its_own_threshold_back(dense):
+    model = sparsevd.sparsify(dense)
+    model[0].threshold, model[2].threshold = 1.0, 4.0
+    sparsevd.fit(model, TRAIN, None, CONFIG, budget=sparsevd.Budget(sparsity=0.9), progress=False)
+    assert [each.threshold for each in posteriors(model)] == [1.0, 4.0]
+    assert zeros(sparsevd.prune(model)) == pytest.approx(0.9, abs=1 / 768)
+
+
+def test_a_run_that_is_there_is_refused_before_the_network_changes(dense, tmp_path):
+    config = dataclasses.replace(CONFIG, epochs=1)
+    fitted(dense, sparsevd.Budget(sparsity=0.5), config, run_dir=tmp_path)
+    model = sparsevd.sparsify(dense)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        sparsevd.fit(model, TRAIN, None, config, run_dir=tmp_path, progress=False)
+    assert all((each.log_sigma2 == -8).all() for each in posteriors(model))
+
+
+def test_a_strict_judge_says_so(dense, capsys):
+    config, few = dataclasses.replace(CONFIG, epochs=1), (HELD_OUT[0][:60], HELD_OUT[1][:60])
+    sparsevd.fit(sparsevd.sparsify(dense), TRAIN, few, config, budget=sparsevd.Budget(max_error_increase=1.0))
+    assert "held-out examples are few for a budget of 1 points: the search may use 0.5" in capsys.readouterr().out
+
+
 class Kill(Callback):
     def __init__(self, epoch):
         self.epoch = epoch

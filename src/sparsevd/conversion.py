@@ -217,19 +217,7 @@ def prune(
         inplace: change the given model instead of a copy.
         how: `loss` and `forward`, as for `evaluate`, for what is measured.
     """
-    if sum(given is not None for given in (threshold, sparsity, budget)) > 1:
-        raise ArgumentError("threshold, sparsity and budget each say where to cut; give one of them")
-    cut = _named_cut(threshold) if isinstance(threshold, str) else budget
-    if cut is not None and not hasattr(cut, "threshold_of"):
-        raise ArgumentError(f"budget={cut!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
-    if cut is None and (data is not None or how):
-        raise ArgumentError(f"{', '.join(['data', *how][data is None :])}: only a budget is measured; give budget= too")
-    if cut is not None:
-        limit = cut.threshold_of(model, data, **how)
-    elif sparsity is not None:
-        limit = threshold_of_sparsity(model, sparsity)
-    else:
-        limit = None if threshold is None else checked_threshold(float(threshold))
+    limit = _limit(model, threshold, sparsity, budget, data, how)
     if not inplace:
         model = copied(model)
     required_posteriors(model)  # says so if there are none
@@ -252,6 +240,29 @@ def prune(
     model = swap(model, swaps)
     restore_fast_paths(model.modules())
     return model
+
+
+def _limit(
+    model: nn.Module,
+    threshold: float | str | None,
+    sparsity: float | None,
+    budget: Cut | None,
+    data: Any,
+    how: dict[str, Any],
+) -> float | None:
+    """Where to cut log α, from what `prune` was given; None: each layer at its own threshold."""
+    if sum(given is not None for given in (threshold, sparsity, budget)) > 1:
+        raise ArgumentError("threshold, sparsity and budget each say where to cut; give one of them")
+    cut = _named_cut(threshold) if isinstance(threshold, str) else budget
+    if cut is not None and not hasattr(cut, "threshold_of"):
+        raise ArgumentError(f"budget={cut!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
+    if cut is None and (data is not None or how):
+        raise ArgumentError(f"{', '.join(['data', *how][data is None :])}: only a budget is measured; give budget= too")
+    if cut is not None:
+        return cut.threshold_of(model, data, **how)
+    if sparsity is not None:
+        return threshold_of_sparsity(model, sparsity)
+    return None if threshold is None else checked_threshold(float(threshold))
 
 
 def _named_cut(name: str) -> Cut:

@@ -161,7 +161,14 @@ def cut_at(model: nn.Module, threshold: float) -> Iterator[None]:
 class Search:
     """The sparsest cut of a network that keeps to a budget."""
 
-    def __init__(self, budget: Budget, model: nn.Module, data: Data | None, loss: Loss, forward: Forward):
+    def __init__(
+        self,
+        budget: Budget,
+        model: nn.Module,
+        data: Data | None = None,
+        loss: Loss = F.cross_entropy,
+        forward: Forward = call,
+    ):
         self.budget, self.model, self.data, self.loss, self.forward = budget, model, data, loss, forward
         self.curve: list[Point] = []
         self.judge: Judge | None = None

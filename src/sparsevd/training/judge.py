@@ -131,6 +131,17 @@ class Judge:
             nats = LOSS_OF_A_POINT * points
             self._calibrated_limit = Limit(calibrated, nats, math.inf, max(nats, LOSS_OF_A_POINT / 4))
 
+    def remark(self) -> str:
+        """What a user should know of how strictly a search is judged; usually nothing."""
+        if not self.withheld:
+            return ""
+        points = self._allowed["error"] or 0.0
+        also = ", and the loss must not rise either" if self.base_calibrated is not None else ""
+        return (
+            f"the held-out examples are few for a budget of {points:g} points: the search may use "
+            f"{points - self.withheld:.2g} of them{also}. More examples in val allow more zeros"
+        )
+
     def _resolution(self, base: Evaluation) -> float:
         """The standard error, in points, of the difference between two networks that err on different examples."""
         n = sum(len(y) for _, y in batches(self.data, EVALUATION_BATCH, shuffle=False))

@@ -6,7 +6,6 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 
 import math
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
@@ -16,16 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import Posterior, is_noisy, required_posteriors
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
 from sparsevd.reporting.summary import summary
 from sparsevd.training import course, generator, start, threads
 from sparsevd.training.budget import Budget, cut_at
-from sparsevd.training.data import Batch, Data, batches, checked, size, split
+from sparsevd.training.data import Batch, Data, batches
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.gaussian import Gaussian
@@ -41,8 +39,6 @@ from sparsevd.training.teacher import TEMPERATURE, WEIGHT, Teacher
 
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
-# What a budget is measured on where there is no val: a part of the training examples.
-HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 # Then it shows whether the threads get on beside what else the machine does.
 STEPS_BEFORE_LOOKING = 20
 
@@ -103,7 +99,7 @@ def fit(
     if budget is not None and not isinstance(budget, Budget):
         raise ArgumentError(f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
     if budget is not None and budget.measures and val is None:
-        train, val = _held_out(train, config.seed)
+        train, val = start.held_out(train, config.seed)
     taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
     task = Task(model, train, val, config, loss, forward, metric, n_train, taught)
     return Loop(task, run_dir, callbacks, budget).run(resume, progress)
@@ -161,6 +157,8 @@ class Loop:
         ):
             self._callbacks.insert(0, shown)
             self._say = shown.say
+            if not resume:
+                self.folder.refuse_to_overwrite()  # before the network is changed
             self._choose(resume)
             run = course.begun(self.task, self.schedule) if self.schedule.posteriors else None
             if self.task.teacher is not None:
@@ -200,6 +198,8 @@ class Loop:
             if self._budget.measures and task.val is not None:
                 with cut_at(self.model, math.inf):  # the network at its start, as it was before it had noise
                     judge = self._budget.judge(self.model, task.val, task.loss, task.forward, strict=True)
+                if remark := judge.remark():
+                    self._say(f"note: {remark}")
         self.folder.settings = settings
         rate = config.rate(0.0)
         self.optimizer = BoundAdam(self.model, rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
@@ -221,8 +221,6 @@ class Loop:
         rng = None
         if resume:
             self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule, self.task.loss)
-        else:
-            self.folder.refuse_to_overwrite()
         self._last = self.state.history[-1] if self.state.history else None
         if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
             self.state.bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
@@ -407,22 +405,6 @@ class Loop:
                 f"training diverged in epoch {self.state.epoch + 1}: {', '.join(bad)} not finite. "
                 f"{self.folder.last_good()} Lower the learning rate"
             )
-
-
-def _held_out(train: Data, seed: int) -> tuple[Data, Data]:
-    """A part of the training data to measure a budget on, and a word about it."""
-    train = checked(train, "train")
-    if isinstance(train, DataLoader):
-        raise ArgumentError("a budget is measured on held-out data, and none can be taken from a DataLoader; give val")
-    count = min(LARGEST_HELD_OUT, max(1, round(HELD_OUT * size(train, "train"))))
-    parts = split(train, count, seed)
-    warnings.warn(
-        f"the budget is measured on {count:,} of the training examples, which are held out, since there is no val; if "
-        "the network was trained on them before, they flatter it",
-        SparseVDWarning,
-        stacklevel=3,
-    )
-    return parts
 
 
 def _name(metric: Metric | None) -> str:

@@ -8,16 +8,18 @@ is relative to the weights of each layer, and may grow as fast as the number of 
 import copy
 import itertools
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, SparseVDWarning
 from sparsevd.layers.layer import INITIAL_LOG_SIGMA2
 from sparsevd.posterior import Posterior, posteriors
 from sparsevd.training.budget import Budget, cut_at
-from sparsevd.training.data import Batch, Data, batches
+from sparsevd.training.data import Batch, Data, batches, checked, size, split
 from sparsevd.training.evaluation import Evaluation, evaluate_batches
 from sparsevd.training.judge import COLLAPSE_NATS, COLLAPSE_POINTS
 from sparsevd.training.likelihood import Likelihood
@@ -26,6 +28,8 @@ from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
 
 CHOSEN = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio")
+# What a budget is measured on where there is no val: a part of the training examples.
+HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 BATCHES = 5  # to measure on
 KNOWS = 0.1  # nats that the right targets must be better than shuffled ones
 TRIAL = 0.01  # of the steps of the run, for each rate ...
@@ -97,6 +101,22 @@ def _first(task: Task, config: FitConfig, count: int) -> list[Batch]:
         return list(itertools.islice(batches(task.train, config.batch_size, shuffle=True), count))
 
 
+def held_out(train: Data, seed: int) -> tuple[Data, Data]:
+    """A part of the training data to measure a budget on, and a word about it."""
+    train = checked(train, "train")
+    if isinstance(train, DataLoader):
+        raise ArgumentError("a budget is measured on held-out data, and none can be taken from a DataLoader; give val")
+    count = min(LARGEST_HELD_OUT, max(1, round(HELD_OUT * size(train, "train"))))
+    parts = split(train, count, seed)
+    warnings.warn(
+        f"the budget is measured on {count:,} of the training examples, which are held out, since there is no val; if "
+        "the network was trained on them before, they flatter it",
+        SparseVDWarning,
+        stacklevel=3,
+    )
+    return parts
+
+
 def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
     """A network that knows nothing yet is nothing to compare with."""
     if budget.measures and budget.reference is None and val is not None and not chosen.knows:
@@ -108,7 +128,7 @@ def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
 
 def _knows(task: Task, data: list[Batch], found: Evaluation) -> bool:
     """Whether the outputs fit their own targets better than those of other examples."""
-    shuffled = [(x, y.roll(1, 0)) for x, y in data]
+    shuffled = [(x, y.roll(len(y) // 2 or 1, 0)) for x, y in data]  # far, in case they are sorted
     return evaluate_batches(task.model, shuffled, task.loss, task.forward).loss - found.loss > KNOWS
 
 

@@ -12,7 +12,6 @@ It knows no loop: `Schedule` asks it.
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import SparseVDWarning
 from sparsevd.posterior import Posterior, noisy_modules, threshold_for
-from sparsevd.training.budget import Budget, Point, Search, packed_size
+from sparsevd.training.budget import Budget, Point, Search, cut_at, packed_size
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.judge import Judge
 
@@ -59,7 +58,7 @@ class Steering:
         self._beyond = 0  # rounds in a row
         self._cut = CUT
         self._target = budget.sparsity if judge is None else None
-        self._threshold_then = posteriors[0].threshold
+        self._own = {module: module.threshold for module in noisy_modules(model).values()}  # thresholds
         self._first = 0.0  # the zeros that settling began with
         self._good: dict[str, Tensor] = {}  # the last state that kept to the budget while it learned
         self._best: dict[str, Tensor] = {}  # the sparsest one while it settled ...
@@ -88,7 +87,7 @@ class Steering:
     def look(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         """Look at the held-out data, or at log α, and act. `decayed` is what is left of the first rate."""
         if self.learning and progress < LEARNING:
-            self._look_while_learning(progress, decayed, optimizer)
+            self._look_while_learning(progress, optimizer)
             self._next = progress + LEARNING / LOOKS if progress >= WARM_UP / 2 else max(2 * progress, 0.002)
             return
         if self.learning:
@@ -138,16 +137,16 @@ class Steering:
     def _put_threshold_back(self) -> None:
         """What is kept stays so with it: noise that was learned for other weights may not say otherwise."""
         for each in self._posteriors:
-            largest = 2 * each.theta.abs().log() + self._threshold_then - 0.01
+            largest = 2 * each.theta.abs().log() + self._own[each.layer] - 0.01
             each.log_sigma2.copy_(
                 torch.where(each.theta == 0, each.log_sigma2, torch.minimum(each.log_sigma2, largest))
             )
-        for module in noisy_modules(self._model).values():
-            module.threshold = self._threshold_then
+        for module, own in self._own.items():
+            module.threshold = own
 
     # While it learns.
 
-    def _look_while_learning(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
+    def _look_while_learning(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
         if self._judge is None:
             if progress >= WARM_UP:
                 target = min(1.0, max(SPARE * (1 - (self._target or 0.0)), 1e-6))
@@ -188,12 +187,11 @@ class Steering:
         elif self._budget.max_bytes is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SparseVDWarning)  # whether it fits is said at the end
-                found = Search(self._budget, self._model, None, _no_loss, _no_forward).run()
+                found = Search(self._budget, self._model).run()
             self._target = max(found.sparsity, drowned, self._target or 0.0)
         if self._target is not None:
             drowned = min(drowned, self._target)
-        for module in noisy_modules(self._model).values():
-            self._threshold_then = module.threshold
+        for module in self._own:
             module.threshold = math.inf  # from now on, what is there counts
         self._drop_to(drowned)
         self._first = self.zeros()
@@ -232,12 +230,12 @@ class Steering:
         """The last good state of that part, without what its own threshold took."""
         self._put_back(self._good)
         for each in self._posteriors:
-            each.drop(each.log_alpha() > self._threshold_then)
+            each.drop(each.log_alpha() > self._own[each.layer])
 
     def _last_cut(self) -> None:
         """What can still go at once, from the state that is returned."""
-        good, bad = self.zeros(), 1 - (1 - self.zeros()) / 2
-        first = good
+        first = good = self.zeros()
+        bad = 1 - (1 - good) / 2
         if self._judge is None or not self._judge.look(self._model).keeps:
             return
         for _ in range(LAST_CUTS):
@@ -252,14 +250,8 @@ class Steering:
     def _at(self, threshold: float) -> float:
         """The room that is left with another threshold."""
         assert self._judge is not None
-        before = {module: module.threshold for module in noisy_modules(self._model).values()}
-        for module in before:
-            module.threshold = threshold
-        try:
+        with cut_at(self._model, threshold):
             return self._judge.look(self._model).room
-        finally:
-            for module, own in before.items():
-                module.threshold = own
 
     # Weights and states.
 
@@ -353,10 +345,3 @@ def _bounded(value: float, limit: float) -> float:
 
 def _shown(judge: Judge) -> str:
     return str(Point(0.0, 0, judge.base)).partition(", ")[2]
-
-
-def _no_loss(output: Tensor, target: Tensor) -> Tensor:
-    raise AssertionError("bytes are not measured on data")
-
-
-_no_forward: Callable[..., Any] = _no_loss
