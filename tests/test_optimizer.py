@@ -56,7 +56,7 @@ def test_a_step_is_that_of_adam_on_the_whole_objective(with_kernels, channels_la
     expected = twin_steps(twin, 1e-2, 0.3, 0.99, 0.01)
     optimizer = BoundAdam(model, 1e-2, 0.3, 0.99, kl_weight=0.01)
     if not with_kernels:  # of the step; the noise must be the same
-        monkeypatch.setattr(optimizer, "_fits", lambda *pair: False)
+        monkeypatch.setattr(optimizer._bound, "_fits", lambda *_: False)
     for mine, theirs in zip(steps(model, optimizer), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-4)  # rounding grows from step to step
     # The weight of the KL matters here, or the test would not see it.

@@ -13,6 +13,7 @@ from sparsevd.runtime.acceleration import accelerate
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
 from sparsevd.runtime.plan import plan
+from sparsevd.training.attachment import attach
 from sparsevd.training.budget import Budget
 from sparsevd.training.evaluation import elbo, evaluate
 from sparsevd.training.fine_tuning import polish
@@ -20,8 +21,10 @@ from sparsevd.training.gaussian import Gaussian
 from sparsevd.training.likelihood import Bernoulli
 from sparsevd.training.loop import fit, fit_dense
 from sparsevd.training.objective import elbo_loss, kl
+from sparsevd.training.optimizer import parameter_groups
 from sparsevd.training.price import Auto
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.zeros import keep_zeros
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,7 @@ __all__ = [
     "SparseVDError",
     "SparseVDWarning",
     "accelerate",
+    "attach",
     "capture",
     "compact",
     "elbo",
@@ -45,8 +49,10 @@ __all__ = [
     "export_onnx",
     "fit",
     "fit_dense",
+    "keep_zeros",
     "kl",
     "load",
+    "parameter_groups",
     "plan",
     "polish",
     "prune",

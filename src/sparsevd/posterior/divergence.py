@@ -22,3 +22,14 @@ def summed_kl(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
             raise ArgumentError(f"θ has shape {tuple(theta.shape)}, its log σ² {tuple(log_sigma2.shape)}")
     terms = [equations.kl(theta, log_sigma2) for theta, log_sigma2 in pairs]
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
+
+
+def kl_gradients(theta: Tensor, log_sigma2: Tensor) -> tuple[Tensor, Tensor]:
+    """The KL's gradient with respect to θ and to log σ², without a graph."""
+    theta, log_sigma2 = theta.detach(), log_sigma2.detach()
+    if kernels.can_take_pair(theta, log_sigma2):
+        return kernels.kl_with_gradients(theta, log_sigma2)[1:]
+    with torch.enable_grad():
+        pair = theta.requires_grad_(), log_sigma2.requires_grad_()
+        first, second = torch.autograd.grad(summed_kl([pair]), pair)
+    return first, second

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.posterior import equations
 from sparsevd.posterior.divergence import summed_kl
+from sparsevd.posterior.spread import local, part_for, whole
 
 # log α = 3 is a Binary Dropout rate of 0.95: the paper's threshold.
 THRESHOLD = 3.0
@@ -98,18 +99,22 @@ class Posterior:
         """The name of log σ² in the model, where θ has this name."""
         return name.removesuffix(self.weight) + self.noise
 
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """θ and log σ², gathered from all processes where they are spread over several."""
+        return whole(self.theta), whole(self.log_sigma2)
+
     def kl(self) -> Tensor:
         """KL(q ‖ p), a scalar (eq. 14)."""
-        return summed_kl([(self.theta, self.log_sigma2)])
+        return summed_kl([self.whole()])
 
     def log_alpha(self) -> Tensor:
         """log α of every weight."""
-        return equations.log_alpha(self.theta, self.log_sigma2)
+        return equations.log_alpha(*self.whole())
 
     def pruned(self, threshold: float | None = None) -> Tensor:
         """θ with exact zeros where log α exceeds the threshold, the layer's own by default."""
         limit = self.threshold if threshold is None else checked_threshold(threshold)
-        return equations.pruned(self.theta, self.log_sigma2, limit)
+        return equations.pruned(*self.whole(), limit)
 
     @torch.no_grad()
     def kept(self, threshold: float | None = None) -> Tensor:
@@ -122,13 +127,15 @@ class Posterior:
 
         Training must then keep θ there, by multiplying it with `alive()` after each step.
         """
-        self.theta.masked_fill_(which, 0)
-        self.log_sigma2.masked_fill_(which, DROPPED_LOG_SIGMA2)
+        which = part_for(self.theta, which)
+        local(self.theta).masked_fill_(which, 0)
+        local(self.log_sigma2).masked_fill_(which, DROPPED_LOG_SIGMA2)
 
     @torch.no_grad()
     def alive(self) -> Tensor:
         """False for every weight that was dropped for good."""
-        return (self.theta != 0) | (self.log_sigma2 > DROPPED_LOG_SIGMA2 + 1)
+        theta, log_sigma2 = self.whole()
+        return (theta != 0) | (log_sigma2 > DROPPED_LOG_SIGMA2 + 1)
 
     @torch.no_grad()
     def inputs_and_units(self) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
 from sparsevd.layers.sampling import multiplies_bfloat16
-from sparsevd.posterior import Posterior, is_noisy, required_posteriors
+from sparsevd.posterior import is_noisy, required_posteriors
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
 from sparsevd.reporting.summary import summary
 from sparsevd.training import course, generator, start, threads
@@ -32,8 +32,8 @@ from sparsevd.training.inputs import Forward, call
 from sparsevd.training.interruption import interruptible
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback, Moment, display
-from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
-from sparsevd.training.schedule import Schedule
+from sparsevd.training.recipes import FitConfig
+from sparsevd.training.schedule import Schedule, choose_variance
 from sparsevd.training.task import Task
 from sparsevd.training.teacher import TEMPERATURE, WEIGHT, Teacher
 
@@ -224,7 +224,7 @@ class Loop:
         self._last = self.state.history[-1] if self.state.history else None
         if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
             self.state.bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
-        _choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
+        choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
         return rng
 
     def _epoch(self, rng: Tensor | None) -> list[Batch]:
@@ -409,15 +409,6 @@ class Loop:
 
 def _name(metric: Metric | None) -> str:
     return str(getattr(metric, "__name__", "metric")).replace("_", " ")
-
-
-def _choose_variance(posteriors: list[Posterior], dtype: str | None, bfloat16: bool) -> None:
-    """The type of every layer's variance product: the one asked for, or bfloat16 where that is allowed and faster."""
-    for posterior in posteriors:
-        if dtype is not None:
-            posterior.layer.variance_dtype = VARIANCE_DTYPES[dtype]
-        # Over five seeds bfloat16 changes neither sparsity nor error: experiments/results/lenet_300_100.json.
-        posterior.layer.bfloat16_where_faster = bfloat16 and posterior.log_sigma2.dtype is torch.float32
 
 
 def _together(data: list[Batch]) -> list[Batch]:

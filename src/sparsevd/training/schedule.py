@@ -28,7 +28,7 @@ from sparsevd.training.budget import Budget
 from sparsevd.training.contraction import contracted
 from sparsevd.training.judge import Judge
 from sparsevd.training.objective import warm_up
-from sparsevd.training.recipes import DECAYS, FitConfig
+from sparsevd.training.recipes import DECAYS, VARIANCE_DTYPES, FitConfig
 from sparsevd.training.steering import Steering
 
 
@@ -199,3 +199,12 @@ def _whole(mask: Tensor) -> Tensor:
     matrix = mask.flatten(2).all(2) if mask.ndim > 2 else mask
     covered = matrix.all(1, keepdim=True) | matrix.all(0, keepdim=True)
     return covered.view(*covered.shape, *[1] * (mask.ndim - 2)).expand_as(mask)
+
+
+def choose_variance(posteriors: list[Posterior], dtype: str | None, bfloat16: bool) -> None:
+    """The type of every layer's variance product: the one asked for, or bfloat16 where that is allowed and faster."""
+    for posterior in posteriors:
+        if dtype is not None:
+            posterior.layer.variance_dtype = VARIANCE_DTYPES[dtype]
+        # Over five seeds bfloat16 changes neither sparsity nor error: experiments/results/lenet_300_100.json.
+        posterior.layer.bfloat16_where_faster = bfloat16 and posterior.log_sigma2.dtype is torch.float32

@@ -1,0 +1,392 @@
+"""The whole recipe in a loop of anyone's: `attach` hooks it to the steps of an optimizer.
+
+Before a step, when gradients have been accumulated, averaged over processes, unscaled and clipped, the KL's gradient
+joins them with the schedule's weight, and log σ² gets its rate from that of the weights. After it, what was dropped is
+zero again; now and then more is dropped. A step that is given a closure computes its gradients inside, so there the
+closure is wrapped.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
+from sparsevd.layers.sampling import multiplies_bfloat16
+from sparsevd.posterior import required_posteriors
+from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
+from sparsevd.posterior.spread import is_spread, local, part_for
+from sparsevd.training.budget import Budget, cut_at
+from sparsevd.training.data import Data
+from sparsevd.training.evaluation import Loss
+from sparsevd.training.inputs import Forward, call
+from sparsevd.training.optimizer import BoundAdam, BoundStep
+from sparsevd.training.recipes import FitConfig
+from sparsevd.training.schedule import Schedule, choose_variance
+from sparsevd.training.wrappers import bare_model, bare_optimizers
+
+# Where the length of an epoch is not given, the run is cut into so many parts, after each of which weights may go.
+PARTS = 20
+
+_PROGRESS = "progress"  # of the state: no parameter has this name, since a weight's ends in "weight"
+
+
+def attach(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    model: nn.Module,
+    *,
+    n_train: int,
+    total_steps: int | None = None,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
+    config: FitConfig | None = None,
+    budget: Budget | None = None,
+    val: Data | None = None,
+    loss: Loss = F.cross_entropy,
+    forward: Forward = call,
+) -> "Attached":
+    """Bring Sparse VD into a training loop of your own. The loop minimises its mean loss and knows nothing of it.
+
+        optimizer = torch.optim.AdamW(sparsevd.parameter_groups(model, lr=4e-3), betas=(0.9, 0.99))
+        schedule = sparsevd.attach(optimizer, model, n_train=len(data), epochs=40, steps_per_epoch=len(loader))
+
+    It is right under gradient accumulation, clipping, autocast, GradScaler, torch.compile, DistributedDataParallel and
+    FSDP2, with any scheduler of the learning rate: the KL enters once per step of the optimizer. The rate should fall
+    to zero by the end. Save `schedule.state_dict()` with those of the network and the optimizer.
+
+    Args:
+        optimizer: any of torch's, with the groups of `sparsevd.parameter_groups`; or a list, if several train the
+            network.
+        model: the result of `sparsevd.sparsify`; wrapped by others or not.
+        n_train: N, the number of examples in the whole training set, not of this process or batch.
+        total_steps: how many steps of the optimizer the run has; or give the next two.
+        epochs: passes over the data.
+        steps_per_epoch: steps of the optimizer in one of them; weights are dropped after an epoch. Unless it is given,
+            after a twentieth of the run.
+        config: the recipe's numbers. Those that are the loop's business, such as rate and batch size, are not read.
+        budget: what may be lost, or must be reached; the sparsest state that keeps to it is there after the last step.
+        val: held-out data, where the budget has to be measured.
+        loss: mean negative log-likelihood of a batch, for the same.
+        forward: how to call the model, for the same.
+
+    Returns the schedule: `report()`, `state_dict()`, `load_state_dict()`, `steps`, `detach()`.
+    """
+    found, bare = bare_optimizers(optimizer), bare_model(model)
+    required_posteriors(bare)  # says so if there are none
+    total, per_epoch = _steps(total_steps, epochs, steps_per_epoch)
+    if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
+        raise ArgumentError(f"n_train={n_train!r} must be the number of examples in the training set")
+    for each in found:
+        if isinstance(each, BoundAdam):
+            raise ArgumentError("BoundAdam adds the KL by itself; attach to a torch.optim.AdamW, which goes as fast")
+        if isinstance(each, torch.optim.LBFGS):
+            raise ArgumentError(
+                "LBFGS takes several looks per step, each with other noise; attach to Adam, AdamW or SGD"
+            )
+    judge = None
+    if budget is not None:
+        if not isinstance(budget, Budget):
+            raise ArgumentError(f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
+        if budget.measures and val is None:
+            raise ArgumentError(
+                "a budget of error or loss is measured on held-out data: give val=, and loss= if needed"
+            )
+        if any(is_spread(p) for p in bare.parameters()):
+            raise ArgumentError("a budget needs the whole network on every process, which FSDP has not; use DDP")
+        if budget.measures and val is not None:
+            with cut_at(bare, math.inf):  # the network as it was before it had noise
+                judge = budget.judge(bare, val, loss, forward, strict=True)
+    config = replace(config or FitConfig(), contract=False)
+    schedule = Attached(bare, config, n_train, budget, judge)
+    schedule.begin(found, total, per_epoch)
+    return schedule
+
+
+def _steps(total: int | None, epochs: int | None, per_epoch: int | None) -> tuple[int, int]:
+    """The steps of the run, and those after which weights may go."""
+    for name, value in {"total_steps": total, "epochs": epochs, "steps_per_epoch": per_epoch}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ArgumentError(f"{name}={value!r} must be a positive integer")
+    if total is None:
+        if epochs is None or per_epoch is None:
+            raise ArgumentError("how long is the run? Give total_steps=, or epochs= and steps_per_epoch=")
+        return epochs * per_epoch, per_epoch
+    if epochs is not None and per_epoch is not None and epochs * per_epoch != total:
+        raise ArgumentError(
+            f"total_steps={total} is not epochs·steps_per_epoch = {epochs * per_epoch}; give one of them"
+        )
+    return total, per_epoch or max(1, math.ceil(total / (epochs or PARTS)))
+
+
+class Attached(Schedule):
+    """The schedule of a run whose steps it counts itself."""
+
+    steps: int = 0  # of the optimizer; of the one with the most, where there are several
+    total_steps: int = 1
+    steps_per_epoch: int = 1
+    ended: str = ""  # what a budget says at the end
+
+    def begin(self, optimizers: Sequence[torch.optim.Optimizer], total_steps: int, steps_per_epoch: int) -> None:
+        """Check that the optimizers have what it needs, and hook it to their steps."""
+        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        self._optimizers = list(optimizers)
+        self._bounds = {each: BoundStep(each, self.posteriors) for each in optimizers}
+        self._counts = dict.fromkeys(optimizers, 0)
+        self._rates: dict[torch.optim.Optimizer, list[Any]] = {}  # those of the loop, while a budget changes them
+        self._skipped: set[torch.optim.Optimizer] = set()
+        self._stale = True  # the zeros must be looked for
+        self._masks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._pairs = self._noise_and_weights()
+        self._check_decay()
+        on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
+        choose_variance(self.posteriors, self.config.variance_dtype, on_cpu and multiplies_bfloat16())
+        _make_noise_differ()
+        self._handles: list[Any] = [
+            self._model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
+        ]
+        for each in optimizers:
+            self._handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
+        if self.steering is not None:
+            self._handles.append(self._model.register_forward_pre_hook(self._switch_noise))
+
+    @property
+    def progress(self) -> float:
+        """The part of the run that is over, from 0 to 1."""
+        return min(1.0, self.steps / self.total_steps)
+
+    def detach(self) -> None:
+        """Leave the loop alone; the network stays as it is."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # At the optimizer's step.
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._join(optimizer)
+            return None
+
+        def with_kl() -> Any:
+            value = closure()
+            self._join(optimizer)
+            return value
+
+        if len(args) > 1:
+            return (args[0], with_kl, *args[2:]), kwargs
+        return args, {**kwargs, "closure": with_kl}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _join(self, optimizer: torch.optim.Optimizer) -> None:
+        bound = self._bounds[optimizer]
+        idle = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        if idle or bound.overflows:
+            self._skipped.add(optimizer)
+            return
+        if self._stale:
+            self._look_for_zeros()
+        if self.steps == self.total_steps and self._counts[optimizer] == self.steps:
+            warnings.warn(
+                f"the run was to have {self.total_steps:,} steps and goes on: the weight of the KL stays, nothing more "
+                "is dropped on the way. Give attach the number of all steps",
+                SparseVDWarning,
+                stacklevel=4,
+            )
+        phase = self.at(self.progress)
+        if phase.rate_factor != 1:
+            self._rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * phase.rate_factor
+        for noise, weights in self._pairs:
+            _set_rate(noise, float(weights["lr"]) * phase.noise_ratio)
+        bound.join(phase.kl_weight)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer in self._skipped:
+            self._skipped.discard(optimizer)
+            return
+        for group, rate in zip(optimizer.param_groups, self._rates.pop(optimizer, []), strict=False):
+            group["lr"] = rate
+        self.keep_zeros()
+        self._counts[optimizer] += 1
+        if self._counts[optimizer] <= self.steps:
+            return
+        self.steps = self._counts[optimizer]
+        if self.steps > self.total_steps:
+            return
+        if self.steering is not None:
+            self._follow_budget(optimizer)
+        elif self.steps % self.steps_per_epoch == 0:
+            _make_noise_differ()
+            if self.drops_at(self.progress):
+                self.drop(self.progress)
+                self._stale = True
+
+    def _follow_budget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its looks evaluate the network, after which it is as the loop had it."""
+        assert self.steering is not None
+        modes = {module: module.training for module in self._model.modules()}
+        first = optimizer.param_groups[0]
+        self._highest = max(getattr(self, "_highest", 0.0), float(first["lr"]))
+        if self.steering.wants_to_look(self.progress):
+            self.steering.look(self.progress, float(first["lr"]) / (self._highest or 1.0), optimizer)
+            self._stale = True
+        if self.steps == self.total_steps:
+            self.ended = self.finish()
+            self._stale = True
+        for module, mode in modes.items():
+            module.training = mode
+
+    def _switch_noise(self, *_: object) -> None:
+        """Before each pass: a loop that calls train() switches on what the budget has switched off."""
+        noisy = self.at(self.progress).noisy
+        for each in self.posteriors:
+            each.layer.training = noisy and self._model.training
+
+    # Zeros.
+
+    def _loaded(self, *_: object) -> None:
+        self._stale = True
+
+    @torch.no_grad()
+    def _look_for_zeros(self) -> None:
+        masks = [(each, each.alive()) for each in self.posteriors]
+        self._masks = []
+        for each, alive in masks:
+            if not alive.all():
+                here = part_for(each.theta, alive)
+                self._masks.append((each.theta, each.log_sigma2, here.to(each.theta.dtype), ~here))
+        self._stale = False
+
+    @torch.no_grad()
+    def keep_zeros(self) -> None:
+        """Momentum, decay and the optimizer's memory may have moved what was dropped, and its noise."""
+        for theta, log_sigma2, alive, dead in self._masks:
+            local(theta).mul_(alive)
+            local(log_sigma2).masked_fill_(dead, DROPPED_LOG_SIGMA2)
+
+    @torch.no_grad()
+    def share_zeros(self, other: nn.Module) -> None:
+        """Drop in a copy of the network, such as a moving average of it, what was dropped here.
+
+        An average of weights that were dropped lies between what they were and zero: call this before `prune(average)`.
+        """
+        theirs = {each.name: each for each in required_posteriors(bare_model(_averaged(other)))}
+        for each in self.posteriors:
+            if each.name not in theirs:
+                raise ArgumentError(f"{each.name} is not in the other network; give a copy of the one that is trained")
+            theirs[each.name].drop(~each.alive())
+
+    # What is checked at the start.
+
+    def _noise_and_weights(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each group of log σ², with the group of the weights whose rate it follows."""
+        pairs: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        noise = {each.log_sigma2 for each in self.posteriors}
+        for each in self.posteriors:
+            mine, theirs = (
+                self._group(p, name)
+                for p, name in ((each.log_sigma2, each.noise_beside(each.name)), (each.theta, each.name))
+            )
+            if mine is None:
+                continue
+            if any(p not in noise for p in mine["params"]):
+                raise ArgumentError(
+                    f"{each.noise_beside(each.name)} shares a group with other parameters, but log σ² learns at a rate "
+                    "of its own: make the optimizer by torch.optim.AdamW(sparsevd.parameter_groups(model, lr=…))"
+                )
+            theirs = theirs or self._optimizers[0].param_groups[0]  # θ is frozen
+            if pairs.setdefault(id(mine), (mine, theirs))[1] is not theirs:
+                raise ArgumentError(
+                    f"the weights of one group of log σ² are in several groups ({each.name} is in another one than "
+                    "those before it), which may have different rates: give each of these its own group of log σ²"
+                )
+        return list(pairs.values())
+
+    def _group(self, parameter: Tensor, name: str) -> dict[str, Any] | None:
+        found = [group for bound in self._bounds.values() if (group := bound.group_of(parameter)) is not None]
+        if len(found) > 1:
+            raise ArgumentError(f"{name} is in {len(found)} of the optimizers; one should train it")
+        if not found and parameter.requires_grad:
+            raise ArgumentError(
+                f"no optimizer has {name}, so it would never learn: make the optimizer of "
+                "sparsevd.parameter_groups(model, lr=…) after the network has its final parameters (sparsify, "
+                "fully_shard), or freeze this one"
+            )
+        return found[0] if found else None
+
+    def _check_decay(self) -> None:
+        for each in self.posteriors:
+            for parameter, name, what in (
+                (each.theta, each.name, "pulls weights to zero that the KL would keep"),
+                (each.log_sigma2, each.noise_beside(each.name), "pulls log σ² to 0, a noise of 1"),
+            ):
+                group = self._group(parameter, name)
+                if group is not None and group.get("weight_decay"):
+                    warnings.warn(
+                        f"{name} is in a group with weight_decay={group['weight_decay']:g}: it {what}, and the KL "
+                        "takes its place. Make the groups by sparsevd.parameter_groups(model, lr=…, weight_decay=…)",
+                        SparseVDWarning,
+                        stacklevel=4,
+                    )
+                    return
+
+    # What it remembers.
+
+    def state_dict(self) -> dict[str, Tensor]:
+        numbers = [self.steps, self.total_steps, *self._counts.values()]
+        return super().state_dict() | {_PROGRESS: torch.tensor(numbers, dtype=torch.int64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        numbers = state.pop(_PROGRESS, None)
+        wanted = (2 + len(self._counts),)
+        if not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64 or numbers.shape != wanted:
+            raise CheckpointError(
+                f"the state of the schedule does not fit: it has no {wanted[0]} numbers of a run with "
+                f"{len(self._counts)} optimizer(s)"
+            )
+        super().load_state_dict(state)
+        self.steps, total, *counts = numbers.tolist()
+        self._counts = dict(zip(self._counts, counts, strict=True))
+        self._stale = True
+        if total != self.total_steps:
+            warnings.warn(
+                f"the run was to have {total:,} steps and now has {self.total_steps:,}: the schedule goes on as if it "
+                "had had these from the start",
+                SparseVDWarning,
+                stacklevel=2,
+            )
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _averaged(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, torch.optim.swa_utils.AveragedModel) else model
+
+
+def _make_noise_differ() -> None:
+    """Processes that were given the same seed would draw the same noise: a batch's worth of it instead of several."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    mine = torch.get_rng_state().to(torch.int64)
+    fingerprint = (mine * torch.arange(1, len(mine) + 1)).sum().view(1)
+    theirs = [torch.zeros_like(fingerprint) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, fingerprint)
+    rank = dist.get_rank()
+    if any(int(each) == int(fingerprint) for each in theirs[:rank]):
+        torch.manual_seed((torch.initial_seed() + 1_000_003 * rank) % 2**63)

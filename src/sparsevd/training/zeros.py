@@ -1,0 +1,76 @@
+"""Zeros that stay: a plain network's zero weights, put back after every step that moves them.
+
+A masked gradient would not do: momentum, weight decay and Adam's own memory move a weight without any.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from sparsevd.errors import SparseVDWarning
+from sparsevd.posterior.spread import local
+from sparsevd.training.wrappers import bare_optimizers
+
+
+class Zeros:
+    """The zeros that a network has now.
+
+    Weights are its parameters with two axes or more: a bias of zero, or the shift of a norm, may learn.
+    """
+
+    def __init__(self, model: nn.Module):
+        named = {name: p for name, p in model.named_parameters() if p.ndim > 1}
+        masks = {name: local(p.detach()) != 0 for name, p in named.items()}
+        self.whole = [name for name, alive in masks.items() if alive.numel() and not alive.any()]
+        self._weights = [(named[name], alive.to(named[name].dtype)) for name, alive in masks.items() if not alive.all()]
+        self.count = sum(int(alive.numel() - alive.sum()) for alive in masks.values())
+        self.size = sum(alive.numel() for alive in masks.values())
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for weight, alive in self._weights:
+            local(weight).mul_(alive)
+
+    def let_whole_ones_learn(self) -> None:
+        """A tensor of nothing but zeros was hardly pruned: it is how some layers begin."""
+        self._weights = [(weight, alive) for weight, alive in self._weights if alive.any()]
+
+
+class KeptZeros:
+    """What `keep_zeros` returns."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module):
+        self._zeros = Zeros(model)
+        self._handles = [each.register_step_post_hook(self._after) for each in optimizers]
+
+    def _after(self, *_: object) -> None:
+        self._zeros.put_back()
+
+    def detach(self) -> None:
+        """From now on the zeros may learn."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def keep_zeros(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module) -> KeptZeros:
+    """Fine-tune a network with zeros, ours or another's: every weight that is zero now stays exactly zero.
+
+        optimizer = torch.optim.AdamW(pruned.parameters(), lr=1e-4)
+        sparsevd.keep_zeros(optimizer, pruned)
+
+    Weights are parameters with two axes or more, so biases may learn. Returns a handle; `detach()` lets the zeros go.
+
+    Args:
+        optimizer: the optimizer, or all of them, that will train the network.
+        model: a plain network, such as `sparsevd.prune` gives, or with zeros from elsewhere.
+    """
+    kept = KeptZeros(bare_optimizers(optimizer), model)
+    if whole := kept._zeros.whole:
+        warnings.warn(
+            f"{', '.join(whole)}: nothing but zeros, which stay; if a layer was meant to begin so, let it learn first",
+            SparseVDWarning,
+            stacklevel=2,
+        )
+    return kept
