@@ -199,13 +199,13 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=4,
             )
-        phase = self.at(self.progress)
+        phase = self.at(min(1.0, self._counts[optimizer] / self.total_steps))
         if phase.rate_factor != 1:
             self._rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * phase.rate_factor
-        for noise, weights in self._pairs:
-            _set_rate(noise, float(weights["lr"]) * phase.noise_ratio)
+        for noise, theta in self._pairs:
+            self._set_rate(noise, theta, phase.noise_ratio)
         bound.join(phase.kl_weight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -288,31 +288,30 @@ class Attached(Schedule):
 
     # What is checked at the start.
 
-    def _noise_and_weights(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each group of log σ², with the group of the weights whose rate it follows."""
-        pairs: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    def _noise_and_weights(self) -> list[tuple[Tensor, Tensor | None]]:
+        """A log σ² of each of its groups, with a weight from the group whose rate it follows."""
+        pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
         noise = {each.log_sigma2 for each in self.posteriors}
         for each in self.posteriors:
-            mine, theirs = (
-                self._group(p, name)
-                for p, name in ((each.log_sigma2, each.noise_beside(each.name)), (each.theta, each.name))
-            )
+            name = each.noise_beside(each.name)
+            mine, theirs = self._group(each.log_sigma2, name), self._group(each.theta, each.name)
             if mine is None:
                 continue
             if any(p not in noise for p in mine["params"]):
                 raise ArgumentError(
-                    f"{each.noise_beside(each.name)} shares a group with other parameters, but log σ² learns at a rate "
-                    "of its own: make the optimizer by torch.optim.AdamW(sparsevd.parameter_groups(model, lr=…))"
+                    f"{name} shares a group with other parameters, but log σ² learns at a rate of its own: make the "
+                    "optimizer by torch.optim.AdamW(sparsevd.parameter_groups(model, lr=…))"
                 )
-            theirs = theirs or self._optimizers[0].param_groups[0]  # θ is frozen
-            if pairs.setdefault(id(mine), (mine, theirs))[1] is not theirs:
+            theta = each.theta if theirs is not None else None
+            first = pairs.setdefault(id(mine), (each.log_sigma2, theta))[1]
+            if (None if first is None else self._group(first)) is not theirs:
                 raise ArgumentError(
                     f"the weights of one group of log σ² are in several groups ({each.name} is in another one than "
                     "those before it), which may have different rates: give each of these its own group of log σ²"
                 )
         return list(pairs.values())
 
-    def _group(self, parameter: Tensor, name: str) -> dict[str, Any] | None:
+    def _group(self, parameter: Tensor, name: str = "") -> dict[str, Any] | None:
         found = [group for bound in self._bounds.values() if (group := bound.group_of(parameter)) is not None]
         if len(found) > 1:
             raise ArgumentError(f"{name} is in {len(found)} of the optimizers; one should train it")
@@ -323,6 +322,18 @@ class Attached(Schedule):
                 "fully_shard), or freeze this one"
             )
         return found[0] if found else None
+
+    def _set_rate(self, noise: Tensor, theta: Tensor | None, ratio: float) -> None:
+        """Of a group of log σ²; where its weights are frozen, the first group's is the rate to go by."""
+        mine = self._group(noise)
+        theirs = self._group(theta) if theta is not None else self._optimizers[0].param_groups[0]
+        assert mine is not None
+        assert theirs is not None
+        rate = float(theirs["lr"]) * ratio
+        if isinstance(mine["lr"], Tensor):
+            mine["lr"].fill_(rate)
+        else:
+            mine["lr"] = rate
 
     def _check_decay(self) -> None:
         for each in self.posteriors:
@@ -366,13 +377,6 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=2,
             )
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _averaged(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError
 from sparsevd.posterior import required_posteriors
 from sparsevd.posterior.divergence import summed_kl
+from sparsevd.posterior.spread import is_spread
 
 # β as a function of how far the training is, from 0 (the first step) to 1 (the end).
 BetaSchedule = Callable[[float], float]
@@ -18,7 +19,10 @@ def kl(model: nn.Module) -> Tensor:
 
     loss = F.cross_entropy(model(x), y) + beta * sparsevd.kl(model) / n_train
     """
-    return summed_kl([(each.theta, each.log_sigma2) for each in required_posteriors(model)])
+    found = required_posteriors(model)
+    if any(is_spread(each.theta) for each in found):
+        raise ArgumentError("the weights are spread over processes, the KL is of all of them: use sparsevd.attach")
+    return summed_kl([(each.theta, each.log_sigma2) for each in found])
 
 
 def elbo_loss(nll_mean: Tensor, model: nn.Module, *, n_train: int, beta: float = 1.0) -> Tensor:

@@ -67,14 +67,17 @@ class BoundStep:
         self._optimizer, self._posteriors = optimizer, posteriors
         uses = Counter(p for each in posteriors for p in (each.theta, each.log_sigma2))
         self._shared = {p for p, count in uses.items() if count > 1}  # their KL has several terms
-        self._groups: dict[Tensor, Group | None] = {}
+        self._places: dict[Tensor, int | None] = {}
 
     def group_of(self, parameter: Tensor) -> Group | None:
-        """Where the optimizer has this parameter; contraction exchanges them, so it is asked for each time."""
-        if parameter not in self._groups:
-            found = {p: group for group in self._optimizer.param_groups for p in group["params"]}
-            self._groups |= found | {parameter: found.get(parameter)}
-        return self._groups[parameter]
+        """Where the optimizer has this parameter. Contraction exchanges parameters, and the optimizer's own
+        load_state_dict its groups, so it is asked for each time."""
+        if parameter not in self._places:
+            groups = enumerate(self._optimizer.param_groups)
+            found = {p: place for place, group in groups for p in group["params"]}
+            self._places |= found | {parameter: found.get(parameter)}
+        place = self._places[parameter]
+        return None if place is None else self._optimizer.param_groups[place]
 
     @property
     def overflows(self) -> bool:
