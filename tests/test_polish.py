@@ -9,8 +9,8 @@ from torch import nn
 
 import sparsevd
 from sparsevd.errors import ArgumentError
-from sparsevd.training.fine_tuning import Zeros
 from sparsevd.training.progress import Callback
+from sparsevd.training.zeros import Zeros
 from test_budget import problem
 
 
@@ -37,7 +37,7 @@ def test_it_learns_and_zeros_stay():
             assert torch.equal(weight == 0, zero[name])
             assert not torch.equal(weight, dense.state_dict()[name])
     assert not pruned.training
-    sparsevd.fit_dense(dense, problem(), None, sparsevd.FitConfig(epochs=1), progress=False)
+    sparsevd.fit_dense(dense, problem(), None, sparsevd.FitConfig(epochs=1), progress=False, keep_zeros=False)
     assert (dense[0].weight[zero["0.weight"]] != 0).any()  # else the test could not fail
 
 
@@ -57,7 +57,7 @@ def test_against_momentum(make):
         optimizer.step()
         if step == 10:
             assert (model.weight[:, ::2] != 0).any()  # so it has to be put back
-        zeros.on_step(None)
+        zeros.put_back()
         assert (model.weight[:, ::2] == 0).all()
         assert (model.weight[:, 1::2] != 0).all()
         assert (model.bias != 0).all()

@@ -1,22 +1,22 @@
 """Plain fine-tuning of what pruning has left: the likelihood alone, a small rate, and zeros that stay zeros."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers import SPARSE_TYPES
 from sparsevd.posterior import is_noisy
 from sparsevd.training.data import Data
 from sparsevd.training.evaluation import Loss, Metric
 from sparsevd.training.history import EpochMetrics
 from sparsevd.training.inputs import Forward, call
-from sparsevd.training.loop import fit_dense
-from sparsevd.training.progress import Callback, Moment
+from sparsevd.training.loop import Loop
+from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
+from sparsevd.training.task import Task
+from sparsevd.training.zeros import Zeros
 
 POLISH_EPOCHS = 3
 # Of the recipe's rate: the network is good already.
@@ -64,40 +64,9 @@ def polish(
     if config is None:
         config = FitConfig(learning_rate=POLISH_RATE * LEARNING_RATE)
     config = replace(config, epochs=epochs)
-    zeros = Zeros(pruned)
     pruned.train()
     for module in pruned.modules():
         if isinstance(module, _NORMS):
-            module.eval()  # which fit_dense respects
-    return fit_dense(
-        pruned,
-        train,
-        val,
-        config,
-        loss=loss,
-        forward=forward,
-        metric=metric,
-        progress=progress,
-        callbacks=[zeros, *callbacks],
-    )
-
-
-class Zeros(Callback):
-    """Keeps the zeros of a plain network's weights: Adam moves them, and after each step they are put back.
-
-    Weights are those that Sparse VD could have made zero; a bias of zero may learn.
-    """
-
-    def __init__(self, model: nn.Module):
-        weights = {
-            weight
-            for module in model.modules()
-            if type(module) in SPARSE_TYPES
-            for weight in (module.get_parameter(name) for name in SPARSE_TYPES[type(module)].weights)
-        }
-        self._zeros: Sequence[tuple[Tensor, Tensor]] = [(each, each.detach() == 0) for each in weights]
-
-    @torch.no_grad()
-    def on_step(self, moment: Moment) -> None:
-        for weight, zero in self._zeros:
-            weight.masked_fill_(zero, 0)
+            module.eval()  # which the loop respects
+    task = Task(pruned, train, val, config, loss, forward, metric, None)
+    return Loop(task, None, callbacks, zeros=Zeros).run(resume=False, show=progress)

@@ -6,7 +6,7 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -36,11 +36,14 @@ from sparsevd.training.recipes import FitConfig
 from sparsevd.training.schedule import Schedule, choose_variance
 from sparsevd.training.task import Task
 from sparsevd.training.teacher import TEMPERATURE, WEIGHT, Teacher
+from sparsevd.training.zeros import Zeros
 
 # The bound before and after dropping weights is measured on this many batches.
 BATCHES_FOR_BOUND = 10
 # Then it shows whether the threads get on beside what else the machine does.
 STEPS_BEFORE_LOOKING = 20
+# A share of zeros that does not come about by chance.
+WORTH_A_WORD = 0.001
 
 
 def fit(
@@ -119,12 +122,18 @@ def fit_dense(
     resume: bool = False,
     progress: bool = True,
     callbacks: Iterable[Callback] = (),
+    keep_zeros: bool = True,
 ) -> list[EpochMetrics]:
-    """The same loop on the plain likelihood, for a pre-trained start or a dense baseline. Arguments as for `fit`."""
+    """The same loop on the plain likelihood, for a pre-trained start, a dense baseline, or what pruning has left.
+
+    Arguments as for `fit`. Weights that are zero at the start stay zero, and it says so, unless keep_zeros=False; a
+    tensor of nothing but zeros may learn, since some layers begin so.
+    """
     if is_noisy(model):
         raise ArgumentError("fit_dense trains a plain network; this one has Sparse VD layers, which fit trains")
     task = Task(model, train, val, config or FitConfig(), loss, forward, metric, n_train)
-    return Loop(task, run_dir, callbacks).run(resume, progress)
+    zeros = (lambda model: Zeros(model, whole=False)) if keep_zeros else None
+    return Loop(task, run_dir, callbacks, zeros=zeros).run(resume, progress)
 
 
 class Loop:
@@ -136,7 +145,9 @@ class Loop:
         run_dir: str | Path | None,
         callbacks: Iterable[Callback],
         budget: Budget | None = None,
+        zeros: Callable[[nn.Module], Zeros] | None = None,
     ):
+        self._find_zeros, self._zeros = zeros, Zeros(nn.Module())
         self.task, self.model, self.config, self._budget = task, task.model, task.config, budget
         if not isinstance(callbacks, Iterable) or not all(isinstance(each, Callback) for each in callbacks):
             raise ArgumentError("callbacks must be a list of sparsevd.training.progress.Callback")
@@ -225,6 +236,10 @@ class Loop:
         if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
             self.state.bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
         choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
+        if self._find_zeros is not None:
+            self._zeros = self._find_zeros(self.model)
+            if self._zeros.share > WORTH_A_WORD:
+                self._say(f"{100 * self._zeros.share:.1f} % of the weights are zero and stay so")
         return rng
 
     def _epoch(self, rng: Tensor | None) -> list[Batch]:
@@ -273,6 +288,7 @@ class Loop:
             self._diverged(objective.item())
         self.optimizer.step()
         self.schedule.keep_zeros()
+        self._zeros.put_back()
 
         self.state.add(value, wrong(output, y, self.task.loss), len(y))
         if self.progress < 1:

@@ -17,25 +17,27 @@ from sparsevd.training.wrappers import bare_optimizers
 class Zeros:
     """The zeros that a network has now.
 
-    Weights are its parameters with two axes or more: a bias of zero, or the shift of a norm, may learn.
+    Weights are its parameters with two axes or more: a bias of zero, or the shift of a norm, may learn. So may a tensor
+    of nothing but zeros, if it is asked for: some layers begin so.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, whole: bool = True):
         named = {name: p for name, p in model.named_parameters() if p.ndim > 1}
         masks = {name: local(p.detach()) != 0 for name, p in named.items()}
         self.whole = [name for name, alive in masks.items() if alive.numel() and not alive.any()]
-        self._weights = [(named[name], alive.to(named[name].dtype)) for name, alive in masks.items() if not alive.all()]
-        self.count = sum(int(alive.numel() - alive.sum()) for alive in masks.values())
-        self.size = sum(alive.numel() for alive in masks.values())
+        kept = {name: alive for name, alive in masks.items() if not alive.all() and (whole or name not in self.whole)}
+        self._weights = [(named[name], alive.to(named[name].dtype)) for name, alive in kept.items()]
+        self._size = sum(alive.numel() for alive in masks.values())
+
+    @property
+    def share(self) -> float:
+        """Of all weights."""
+        return sum((alive == 0).sum().item() for _, alive in self._weights) / self._size if self._size else 0.0
 
     @torch.no_grad()
     def put_back(self) -> None:
         for weight, alive in self._weights:
             local(weight).mul_(alive)
-
-    def let_whole_ones_learn(self) -> None:
-        """A tensor of nothing but zeros was hardly pruned: it is how some layers begin."""
-        self._weights = [(weight, alive) for weight, alive in self._weights if alive.any()]
 
 
 class KeptZeros:
