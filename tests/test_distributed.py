@@ -2,6 +2,7 @@
 process can read."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,19 +26,24 @@ KINDS = ("ddp", "fsdp")
 def folder(tmp_path_factory):
     """All cases in one go: starting two processes takes longer than what they do."""
     folder = tmp_path_factory.mktemp("two_processes")
-    here = Path(__file__).parent
+    run_on_two(Path(__file__).parent / "on_two_processes.py", str(folder), cwd=folder)
+    return folder
+
+
+def run_on_two(script, *arguments, cwd):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), *sys.path]), "OMP_NUM_THREADS": "1"}
+    search = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [*command, str(here / "on_two_processes.py"), str(folder)],
-        env=environment,
+        [*command, str(script), *arguments],
+        env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    return done.stdout
 
 
 def load(path):
@@ -101,3 +107,14 @@ def test_a_spread_network_says_what_to_do(monkeypatch):
     monkeypatch.setattr("sparsevd.training.objective.is_spread", lambda tensor: True)
     with pytest.raises(ArgumentError, match="attach"):
         sparsevd.kl(model)
+
+
+def test_the_scripts_of_the_page_run(tmp_path):
+    text = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    codes = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith("# torchrun")]
+    assert len(codes) == 2
+    # In one go, which saves a start; gloo's threads may outlive the interpreter, so it ends before they do.
+    ends = "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"
+    (tmp_path / "train.py").write_text("\n".join(codes) + ends)
+    assert "fewer weights" in run_on_two(tmp_path / "train.py", cwd=tmp_path)
+    assert (tmp_path / "checkpoint" / ".metadata").exists()

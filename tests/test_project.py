@@ -152,6 +152,8 @@ def test_code_in_documents_runs(document, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sparsevd.zoo.datasets.load", lambda name: splits)
     monkeypatch.chdir(tmp_path)
     for code in blocks(ROOT / document, "python"):
+        if code.startswith("# torchrun"):
+            continue  # test_distributed.py runs these
         exec(compile(code.replace("epochs=40", "epochs=1"), document, "exec"), {})
     shown = capsys.readouterr().out
     assert shown
