@@ -32,6 +32,7 @@ ROUNDS = 32  # of looking and cutting while it settles
 UP = 1.25  # what a look may do to β
 CUT = 0.85  # what a round leaves of the weights, while there is room
 PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
+TOO_FAR = 2.0  # budgets beyond the budget: noise that costs so much, look after look, ends the learning
 # β begins at 1, or lower where the weights are more than so many times the examples, which makes the KL heavy: found on
 # breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
 MANY_WEIGHTS = 5.0
@@ -55,6 +56,7 @@ class Steering:
         self.rate_factor = 1.0  # halved by every collapse
         self.learning = True
         self._next = 0.0  # progress of the next look
+        self._learns_until = LEARNING
         self._beyond = 0  # rounds in a row
         self._cut = CUT
         self._target = budget.sparsity if judge is None else None
@@ -82,11 +84,11 @@ class Steering:
         return self.rate_factor * min(1.0, max(progress, 1e-3 * RAMP_OF_RATE) / RAMP_OF_RATE)
 
     def wants_to_look(self, progress: float) -> bool:
-        return progress >= self._next or (self.learning and progress >= LEARNING) or progress >= 1
+        return progress >= self._next or (self.learning and progress >= self._learns_until) or progress >= 1
 
     def look(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         """Look at the held-out data, or at log α, and act. `decayed` is what is left of the first rate."""
-        if self.learning and progress < LEARNING:
+        if self.learning and progress < self._learns_until:
             self._look_while_learning(progress, optimizer)
             self._next = progress + LEARNING / LOOKS if progress >= WARM_UP / 2 else max(2 * progress, 0.002)
             return
@@ -164,7 +166,10 @@ class Steering:
         if progress < WARM_UP:
             return
         room = self._judge.room(verdict.evaluation)
-        # What the rate and the noise cost comes back when both are gone: short of a collapse it is no reason to stop.
+        # What the rate and the noise cost comes back when both are gone; but what they cost a deep network needs time.
+        self._beyond = self._beyond + 1 if room < -TOO_FAR else 0
+        if self._beyond == PATIENCE:
+            self._learns_until, self._beyond = progress, 0
         self._log_beta += math.log(UP) * max(0.0, min(1.0, room))
 
     @torch.no_grad()
@@ -177,7 +182,7 @@ class Steering:
 
     def _settle(self) -> None:
         """The noise goes off; what it has drowned goes for good."""
-        self.learning = False
+        self.learning, self._beyond = False, 0
         drowned = 1 - sum(int(each.kept().sum()) for each in self._posteriors) / self.weights
         if self._judge is not None:
             with_them = self._at(math.inf)
@@ -285,7 +290,7 @@ class Steering:
     def state_dict(self) -> dict[str, Tensor]:
         target = math.nan if self._target is None else self._target
         numbers = [self._log_beta, self.rate_factor, float(self.learning), self._next, float(self._beyond)]
-        numbers += [self._cut, target, self._first, self._best_zeros]
+        numbers += [self._cut, target, self._first, self._best_zeros, self._learns_until]
         state = {"steering": torch.tensor(numbers, dtype=torch.float64)}
         if self._judge is not None:
             base = self._judge.base
@@ -297,7 +302,7 @@ class Steering:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         numbers = state["steering"].tolist()
         self._log_beta, self.rate_factor, learning, self._next, beyond = numbers[:5]
-        self._cut, target, self._first, self._best_zeros = numbers[5:]
+        self._cut, target, self._first, self._best_zeros, self._learns_until = numbers[5:]
         self.learning, self._beyond = bool(learning), int(beyond)
         self._target = None if math.isnan(target) else target
         if self._judge is not None:
@@ -310,8 +315,8 @@ class Steering:
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
-        if not isinstance(numbers, Tensor) or numbers.shape != (9,) or numbers.dtype is not _DOUBLE:
-            return "it has no nine numbers of a run with a budget"
+        if not isinstance(numbers, Tensor) or numbers.shape != (10,) or numbers.dtype is not _DOUBLE:
+            return "it has no ten numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
