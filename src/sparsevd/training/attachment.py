@@ -8,7 +8,7 @@ closure is wrapped.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,18 +142,19 @@ class Attached(Schedule):
         self._skipped: set[torch.optim.Optimizer] = set()
         self._stale = True  # the zeros must be looked for
         self._masks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._pairs = self._noise_and_weights()
+        self._find_groups()
         self._check_decay()
         on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         choose_variance(self.posteriors, self.config.variance_dtype, on_cpu and multiplies_bfloat16())
         _make_noise_differ()
         self._handles: list[Any] = [
-            self._model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(_Hook(self._loaded))  # type: ignore[no-untyped-call]
         ]
         for each in optimizers:
             self._handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
+            self._handles.append(each.register_load_state_dict_post_hook(self._find_groups))
         if self.steering is not None:
-            self._handles.append(self._model.register_forward_pre_hook(self._switch_noise))
+            self._handles.append(self._model.register_forward_pre_hook(_Hook(self._switch_noise)))
 
     @property
     def progress(self) -> float:
@@ -288,6 +289,10 @@ class Attached(Schedule):
 
     # What is checked at the start.
 
+    def _find_groups(self, *_: object) -> None:
+        """An optimizer that loads its state, as Accelerate has it do in `prepare`, has other groups from then on."""
+        self._pairs = self._noise_and_weights()
+
     def _noise_and_weights(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Each group of log σ², with the group of the weights whose rate it follows."""
         pairs: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -366,6 +371,20 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=2,
             )
+
+
+class _Hook:
+    """A hook on the network that a copy of it, or a file, does not take along: the schedule is not theirs."""
+
+    def __init__(self, method: Callable[..., None] | None = None):
+        self._method = method
+
+    def __call__(self, *args: object) -> None:
+        if self._method is not None:
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -68,9 +68,12 @@ class BoundStep:
         uses = Counter(p for each in posteriors for p in (each.theta, each.log_sigma2))
         self._shared = {p for p, count in uses.items() if count > 1}  # their KL has several terms
         self._groups: dict[Tensor, Group | None] = {}
+        self._seen: list[Group] = []  # the optimizer's list when they were found
 
     def group_of(self, parameter: Tensor) -> Group | None:
         """Where the optimizer has this parameter; contraction exchanges them, so it is asked for each time."""
+        if self._seen is not self._optimizer.param_groups:  # it has loaded a state, and has other groups now
+            self._seen, self._groups = self._optimizer.param_groups, {}
         if parameter not in self._groups:
             found = {p: group for group in self._optimizer.param_groups for p in group["params"]}
             self._groups |= found | {parameter: found.get(parameter)}
