@@ -200,7 +200,9 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=4,
             )
-        phase = self.at(self.progress)
+        # Where several optimizers step in turn, what held for the first of a round holds for all of it.
+        done = self.steps if self._counts[optimizer] == self.steps else self.steps - 1
+        phase = self.at(min(1.0, done / self.total_steps))
         if phase.rate_factor != 1:
             self._rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""An attached schedule when its optimizer loads a state, and when its network is copied."""
+"""An attached schedule when its optimizer loads a state, when several step in turn, and when its network is copied."""
 
 import copy
 import io
@@ -62,3 +62,19 @@ def test_a_copy_of_the_network_leaves_the_schedule_behind():
     torch.save(model, io.BytesIO())
     step(model, optimizer)
     assert schedule.steps == 1
+
+
+def test_optimizers_that_step_in_turn_are_in_the_same_phase():
+    """Whichever comes first; and one that steps now and then is where the run is."""
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)))
+    first, second = (torch.optim.SGD(sparsevd.parameter_groups(layer, lr=1e-2)) for layer in (model[0], model[2]))
+    schedule = sparsevd.attach([first, second], model, n_train=100, total_steps=20)
+    seen = []
+    schedule.at = lambda progress: seen.append(round(20 * progress)) or type(schedule).at(schedule, progress)
+    for order in ([first, second], [second, first], [first], [first], [first, second]):
+        model.zero_grad()
+        model(torch.ones(5, 8)).square().mean().backward()
+        for optimizer in order:
+            optimizer.step()
+    assert seen == [0, 0, 1, 1, 2, 3, 4, 4]
+    assert schedule.steps == 5
