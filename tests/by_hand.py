@@ -44,8 +44,9 @@ def falling(step):
 
 
 def divergence(theta, log_sigma2):
-    """Eq. 14 with the paper's constants."""
-    log_alpha = log_sigma2 - theta.square().log()
+    """Eq. 14 with the paper's constants; a weight of zero, as for padding, has none."""
+    some = theta != 0
+    log_alpha = log_sigma2[some] - theta[some].square().log()
     negative = 0.63576 * torch.sigmoid(1.87320 + 1.48695 * log_alpha) - 0.5 * F.softplus(-log_alpha) - 0.63576
     return -negative.sum()
 
