@@ -165,7 +165,9 @@ def test_a_checkpoint_elsewhere_must_be_named(tmp_path):
     settings = {"num_train_epochs": 4, "save_strategy": "epoch"}
     trainer(tmp_path / "a", Net(), **settings).train()
     moved = shutil.copytree(tmp_path / "a" / "checkpoint-20", tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"from step 20, but there is no .*b/checkpoint-20/.*give SparseVD\(resume_from"):
+    with pytest.raises(
+        CheckpointError, match=r"from step 20, but there is no .*b/checkpoint-20/.*give SparseVD\(resume_from"
+    ):
         trainer(tmp_path / "b", Net(), **settings).train(resume_from_checkpoint=str(moved))
     callback = SparseVD(by_hand.CONFIG, resume_from=moved)
     trainer(tmp_path / "b", Net(), callback, **settings).train(resume_from_checkpoint=str(moved))
@@ -310,5 +312,7 @@ def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.delattr(sparsevd.integrations, "transformers")
     monkeypatch.delitem(sys.modules, "sparsevd.integrations.transformers")
     monkeypatch.setitem(sys.modules, "accelerate", None)  # as if it were not there
-    with pytest.raises(MissingPackageError, match=r'accelerate is not installed; run: pip install "sparsevd\[transformers\]"'):
+    with pytest.raises(
+        MissingPackageError, match=r'accelerate is not installed; run: pip install "sparsevd\[transformers\]"'
+    ):
         sparsevd.integrations.transformers  # noqa: B018
