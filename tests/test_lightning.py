@@ -1,11 +1,11 @@
 """The callback for Lightning: the plain formula however the trainer is set, metrics, checkpoints."""
 
-import copy
 import csv
 import logging
 import math
 import sys
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -212,13 +212,23 @@ def test_its_numbers_are_logged(tmp_path):
     assert "sparsevd/sparsity/net.0" not in SparseVD(log_layers=False).metrics()
 
 
-def test_it_lets_go_at_the_end():
-    module = run(Net())
-    before = copy.deepcopy(module.net.state_dict())
-    optimizer = module.trainer.optimizers[0]
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(torch.equal(before[name], now) for name, now in module.net.state_dict().items())
+class Failing(Net):
+    def training_step(self, batch, index):
+        if index == 5:
+            raise RuntimeError("no more memory")
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("kind", [Net, Failing])
+def test_it_lets_go_at_the_end(kind):
+    module, callback = kind(), SparseVD(by_hand.CONFIG)
+    with pytest.raises(RuntimeError, match="memory") if kind is Failing else nullcontext():
+        run(module, callback)
+    before = callback.schedule.steps
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    module.trainer.optimizers[0].step()
+    assert callback.schedule.steps == before == (5 if kind is Failing else 20)
 
 
 def test_an_optimizer_without_groups_is_refused_with_the_line_to_write():
