@@ -34,6 +34,7 @@ ORDER = [
     "runtime",
     "modelfile",
     "training",
+    "integrations",
     "baselines",
     "linear_model",
     "zoo",
@@ -80,7 +81,17 @@ def test_import_is_light():
     """torch and numpy at import; command line, progress bars and file formats only where they are used."""
     code = "import sys, sparsevd; print(*{m.split('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"typer", "rich", "safetensors", "matplotlib", "scipy", "sklearn", "hypothesis"} & set(loaded)
+    assert not {
+        "typer",
+        "rich",
+        "safetensors",
+        "matplotlib",
+        "scipy",
+        "sklearn",
+        "hypothesis",
+        "lightning",
+        "transformers",
+    } & set(loaded)
 
 
 def test_the_library_knows_no_options():

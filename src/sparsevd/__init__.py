@@ -2,6 +2,7 @@
 
 import sys
 
+from sparsevd import integrations as integrations
 from sparsevd.conversion import CUTS, prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.graph import capture

@@ -47,5 +47,9 @@ class DivergenceError(SparseVDError, ArithmeticError):
     """The loss or a gradient is no longer a finite number."""
 
 
+class MissingPackageError(SparseVDError, ImportError):
+    """Something was asked for that needs a package which is not installed."""
+
+
 class SparseVDWarning(UserWarning):
     """Something the user should know of: a layer left dense, a layer that lost every weight."""

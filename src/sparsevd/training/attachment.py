@@ -8,7 +8,7 @@ closure is wrapped.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,12 +148,12 @@ class Attached(Schedule):
         choose_variance(self.posteriors, self.config.variance_dtype, on_cpu and multiplies_bfloat16())
         _make_noise_differ()
         self._handles: list[Any] = [
-            self._model.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(_Hook(self._loaded))  # type: ignore[no-untyped-call]
         ]
         for each in optimizers:
             self._handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
         if self.steering is not None:
-            self._handles.append(self._model.register_forward_pre_hook(self._switch_noise))
+            self._handles.append(self._model.register_forward_pre_hook(_Hook(self._switch_noise)))
 
     @property
     def progress(self) -> float:
@@ -199,7 +199,9 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=4,
             )
-        phase = self.at(min(1.0, self._counts[optimizer] / self.total_steps))
+        # Where several optimizers step in turn, what held for the first of a round holds for all of it.
+        done = self.steps if self._counts[optimizer] == self.steps else self.steps - 1
+        phase = self.at(min(1.0, done / self.total_steps))
         if phase.rate_factor != 1:
             self._rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
@@ -377,6 +379,20 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=2,
             )
+
+
+class _Hook:
+    """A hook on the network that a copy of it, or a file, does not take along: the schedule is not theirs."""
+
+    def __init__(self, method: Callable[..., None] | None = None):
+        self._method = method
+
+    def __call__(self, *args: object) -> None:
+        if self._method is not None:
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
 
 
 def _averaged(model: nn.Module) -> nn.Module:

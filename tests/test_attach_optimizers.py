@@ -1,0 +1,80 @@
+"""An attached schedule when its optimizer loads a state, when several step in turn, and when its network is copied."""
+
+import copy
+import io
+
+import torch
+from torch import nn
+
+import sparsevd
+from sparsevd.training.optimizer import BoundAdam
+
+
+def attached(**settings):
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)))
+    optimizer = torch.optim.AdamW(sparsevd.parameter_groups(model, lr=1e-2))
+    return model, optimizer, sparsevd.attach(optimizer, model, n_train=100, total_steps=20, **settings)
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(5, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def test_the_rates_are_those_of_the_groups_that_a_loaded_state_brings():
+    """load_state_dict gives an optimizer new groups, and whoever kept the old ones would step at their rates."""
+    model, optimizer, _ = attached()
+    step(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    step(model, optimizer)
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    optimizer.param_groups[0]["lr"] = 1e-3
+    step(model, optimizer)
+    assert optimizer.param_groups[-1]["lr"] == 1e-3 * sparsevd.FitConfig().log_sigma2_lr_ratio
+
+
+def test_bound_adam_too():
+    model, _, schedule = attached()
+    schedule.detach()
+    optimizer = BoundAdam(model, 1e-2)
+    step(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.set_learning_rate(0.0, 1.0)
+    before = copy.deepcopy(model.state_dict())
+    step(model, optimizer)
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+def test_a_copy_of_the_network_leaves_the_schedule_behind():
+    """Else each copy, such as `prune` makes, would hold a copy of the optimizer and its memory."""
+    model, optimizer, schedule = attached(budget=sparsevd.Budget(sparsity=0.5))
+    schedule.marker = lambda: None  # no copy of this can be pickled
+    for other in (copy.deepcopy(model), sparsevd.prune(model)):
+        hooks = [*other._load_state_dict_post_hooks.values(), *other._forward_pre_hooks.values()]
+        assert hooks
+        assert all(hook._method is None for hook in hooks)
+        other.load_state_dict(other.state_dict())
+        other(torch.ones(1, 8))
+    torch.save(model, io.BytesIO())
+    step(model, optimizer)
+    assert schedule.steps == 1
+
+
+def test_optimizers_that_step_in_turn_are_in_the_same_phase():
+    """Whichever comes first; and one that steps now and then is where the run is."""
+    model = sparsevd.sparsify(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)))
+    first, second = (torch.optim.SGD(sparsevd.parameter_groups(layer, lr=1e-2)) for layer in (model[0], model[2]))
+    schedule = sparsevd.attach([first, second], model, n_train=100, total_steps=20)
+    seen = []
+    schedule.at = lambda progress: seen.append(round(20 * progress)) or type(schedule).at(schedule, progress)
+    for order in ([first, second], [second, first], [first], [first], [first, second]):
+        model.zero_grad()
+        model(torch.ones(5, 8)).square().mean().backward()
+        for optimizer in order:
+            optimizer.step()
+    assert seen == [0, 0, 1, 1, 2, 3, 4, 4]
+    assert schedule.steps == 5
