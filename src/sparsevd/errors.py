@@ -6,6 +6,8 @@ from pathlib import Path
 class SparseVDError(Exception):
     """The parent of every error that this package raises on purpose."""
 
+    told = False  # on several processes: whether another one says it
+
 
 class ArgumentError(SparseVDError, ValueError):
     """An argument has a value that cannot work."""
@@ -45,6 +47,14 @@ class WriteError(SparseVDError):
 
 class DivergenceError(SparseVDError, ArithmeticError):
     """The loss or a gradient is no longer a finite number."""
+
+
+class ProcessError(SparseVDError):
+    """Another process of the same training has ended."""
+
+    def __init__(self, text: str, *, told: bool = False):
+        super().__init__(text)
+        self.told = told
 
 
 class SparseVDWarning(UserWarning):
