@@ -68,7 +68,11 @@ class BoundAdam(torch.optim.AdamW):
             elif pair[0].requires_grad or pair[1].requires_grad:
                 others.append(pair)
         if others and self.kl_weight:
-            (self.kl_weight * summed_kl(others)).backward()  # type: ignore[no-untyped-call]
+            # Not `backward`: DistributedDataParallel would take it for one more of the data term's.
+            trained = list({p: None for pair in others for p in pair if p.requires_grad})
+            gradients = torch.autograd.grad(self.kl_weight * summed_kl(others), trained)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         super().step()  # of all that has a gradient yet
 
     def _fits(self, weight: Tensor, log_sigma2: Tensor) -> bool:
