@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,10 +25,10 @@ from sparsevd.training import processes
 from sparsevd.training.data import Augmented
 from sparsevd.training.progress import Callback
 
-RECIPE = sparsevd.FitConfig(epochs=3, batch_size=16, learning_rate=0.01, warm_up_end=0.0, drop_from=1, contract=False)
+RECIPE = sparsevd.FitConfig(epochs=3, batch_size=7, learning_rate=0.01, warm_up_end=0.0, drop_from=1, contract=False)
 
 
-def problem(examples: int = 50) -> tuple[Tensor, Tensor]:
+def problem(examples: int = 51) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     x = torch.randn(examples, 6)
     return x, (x[:, 0] + x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
@@ -45,7 +46,7 @@ def network(log_sigma2: float | None = None) -> nn.Module:
 
 def classifier(classes: int = 3) -> nn.Module:
     """For the command line."""
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, classes))
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))
 
 
 def sources() -> Sources:
@@ -54,8 +55,8 @@ def sources() -> Sources:
 
 
 def train_without_noise(**options: object) -> tuple[list[Tensor], list[sparsevd.training.history.EpochMetrics]]:
-    """The noise is too small to matter, so that one process must come to the same weights. Of the four batches of an
-    epoch the last has two examples, and nothing for a second process."""
+    """The noise is too small to matter, so that one process must come to the same weights. No batch can be
+    halved, and the last of an epoch has two examples, which leave nothing for a second process."""
     model = network(-30.0)
     history = sparsevd.fit(model, problem(), problem(20), RECIPE, progress=False, **options)
     return [parameter.detach() for parameter in model.parameters()], history
@@ -127,41 +128,50 @@ def every_example_once(folder: Path) -> object:
     return result
 
 
+class Convolution(nn.Module):
+    """With batch norm, and a head that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
 def kinds_of_networks(folder: Path) -> object:
     """Weights, buffers and what the likelihood has learned, at the end."""
     torch.manual_seed(4)
     images = Augmented((torch.randn(20, 1, 6, 6), torch.randint(0, 3, (20,))), shift=1, mirror=True)
-    convolution = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-    unused = nn.Linear(2, 2)
-    convolution.head = unused
-    convolution.forward = lambda x: nn.Sequential(*list(convolution)[:5])(x)
-    model = sparsevd.sparsify(convolution)
+    model = sparsevd.sparsify(Convolution())
     config = sparsevd.FitConfig(epochs=2, batch_size=8, warm_up_end=0.2, drop_from=0.4)
     sparsevd.fit(model, images, images[:2], config, progress=False)
     result = {"convolution": digest(model)}
 
     x, y = problem()
-    target = 100 + 5 * y[:, None] + torch.randn(50, 1)
+    target = 100 + 5 * y[:, None] + torch.randn(51, 1)
     loss = sparsevd.Gaussian()
     torch.manual_seed(5)
     model = sparsevd.sparsify(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)))
-    sparsevd.fit(model, (x, target), config=config, loss=loss, progress=False)
+    sparsevd.fit(model, DataLoader(TensorDataset(x, target), 8), config=config, loss=loss, progress=False)
     result["regression"] = digest(model, loss)
 
     dense = classifier()
     sparsevd.fit_dense(dense, (x, y), config=sparsevd.FitConfig(epochs=20, batch_size=10), progress=False)
     result["dense"] = digest(dense)
-    for name, budget in {
-        "sparsity": sparsevd.Budget(sparsity=0.5),
-        "error": sparsevd.Budget(max_error_increase=5),
-    }.items():
+    budgets = {"sparsity": sparsevd.Budget(sparsity=0.5), "error": sparsevd.Budget(max_error_increase=5)}
+    config = sparsevd.FitConfig(epochs=7)  # so that the noise goes off inside an epoch
+    for name, budget in budgets.items():
         model = sparsevd.sparsify(dense)
-        config = sparsevd.FitConfig(epochs=10, batch_size=20)
-        loader = DataLoader(
-            TensorDataset(x, y), 10, sampler=DistributedSampler(y)
-        )  # each tries rates on other examples
-        sparsevd.fit(model, loader, (x, y), config, budget=budget, progress=False)
+        sparsevd.fit(model, (x, y), (x, y), replace(config, batch_size=10), budget=budget, progress=False)
         result[name] = digest(model)
+
+    y[1::2] = (y[1::2] + 1) % 3  # on its own examples the second process finds a network that knows nothing
+    loader = DataLoader(TensorDataset(x, y), 4, sampler=DistributedSampler(y, shuffle=False))
+    model = sparsevd.sparsify(dense)
+    sparsevd.fit(model, loader, config=config, progress=False)
+    result["chosen"] = digest(model)
     return result
 
 

@@ -256,8 +256,8 @@ def _watched(team: Several) -> Iterator[Several]:
             if not _is_lost(error):
                 raise
             raise ProcessError(
-                f"another process of this training has ended, or cannot be reached any more. {team.last_good()} To go "
-                "on from there, start all processes again with resume=True"
+                f"another process of this training has ended, or cannot be reached any more. {team.last_good()} Start "
+                "all processes again, with resume=True if there is a checkpoint"
             ) from None
 
 
