@@ -140,7 +140,7 @@ def halves(values: list[int]) -> tuple[list[int], list[int]]:
 def test_weights_buffers_and_likelihood_are_the_same_to_the_bit(found):
     first, second = found[0]["kinds_of_networks"]
     assert first == second
-    assert len(set(first.values())) == len(first) == 6
+    assert len(set(first.values())) == len(first) == 7
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(found):
