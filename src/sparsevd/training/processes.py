@@ -258,8 +258,8 @@ def _watched(team: Several) -> Iterator[Several]:
             raise ProcessError(
                 f"another process of this training has ended, or cannot be reached any more. {team.last_good()} Start "
                 "all processes again, with resume=True if there is a checkpoint"
-            ) from None
+            ) from error
 
 
 def _is_lost(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "peer" in str(error)
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "by peer" in str(error)
