@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
     def weight(self, processes: int) -> float:
         """Of the mean over its examples, so that the mean over the processes is that over all examples."""
-        return self.examples * processes / self.whole
+        return self.examples * processes / self.whole if processes > 1 else 1.0
 
 
 class Augmented(tuple[Tensor, Tensor]):
