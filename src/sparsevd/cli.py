@@ -20,7 +20,7 @@ from sparsevd.runs.compression import CompressConfig
 from sparsevd.runs.run import FILES, HELD_OUT, Run
 from sparsevd.runs.training_run import RunConfig
 from sparsevd.runtime import targets
-from sparsevd.training import recipes
+from sparsevd.training import processes, recipes
 from sparsevd.training.budget import Budget
 
 app = typer.Typer(
@@ -54,8 +54,11 @@ def train(
     try:
         result = training_run.run(config)
     except KeyboardInterrupt:
-        print(f"\n{_interrupted(config)}", file=sys.stderr)
+        if processes.is_main():
+            print(f"\n{_interrupted(config)}", file=sys.stderr)
         raise typer.Exit(130) from None
+    if not processes.is_main():
+        return
     print(
         f"\n{result.summary.table()}\n\n{training_run.describe(result)}"
     )  # its remarks were made at the end of the run
@@ -256,7 +259,8 @@ def main() -> None:
         try:
             app()
         except SparseVDError as error:
-            print(f"error: {in_options(str(error), app)}", file=sys.stderr)
+            if not error.told:
+                print(f"error: {in_options(str(error), app)}", file=sys.stderr)
             sys.exit(2)
         finally:
             sys.stdout.flush()

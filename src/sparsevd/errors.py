@@ -6,6 +6,8 @@ from pathlib import Path
 class SparseVDError(Exception):
     """The parent of every error that this package raises on purpose."""
 
+    told = False  # on several processes: whether another one says it
+
 
 class ArgumentError(SparseVDError, ValueError):
     """An argument has a value that cannot work."""
@@ -49,6 +51,14 @@ class DivergenceError(SparseVDError, ArithmeticError):
 
 class MissingPackageError(SparseVDError, ImportError):
     """Something was asked for that needs a package which is not installed."""
+
+
+class ProcessError(SparseVDError):
+    """Another process of the same training has ended."""
+
+    def __init__(self, text: str, *, told: bool = False):
+        super().__init__(text)
+        self.told = told
 
 
 class SparseVDWarning(UserWarning):

@@ -6,6 +6,7 @@ The folder is locked until the end: a second training in it is refused and chang
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from sparsevd.runs import sources
 from sparsevd.runs.origin import describe_example
 from sparsevd.runs.run import HELD_OUT, PRETRAIN, Run
 from sparsevd.runs.sources import Sources
+from sparsevd.training import processes
 from sparsevd.training.budget import Budget
 from sparsevd.training.checkpoint import load_weights
 from sparsevd.training.data import checked, size
@@ -30,6 +32,7 @@ from sparsevd.training.evaluation import Evaluation, elbo, evaluate
 from sparsevd.training.folder import TrainingFolder
 from sparsevd.training.history import EpochMetrics
 from sparsevd.training.loop import fit, fit_dense
+from sparsevd.training.processes import Alone
 from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.start import CHOSEN
@@ -86,30 +89,48 @@ class RunResult:
 
 
 def run(config: RunConfig, say: Callable[[str], None] = print) -> RunResult:
-    """Train, prune, evaluate and write everything down."""
+    """Train, prune, evaluate and write everything down.
+
+    On several processes, as torchrun starts them, all train; process 0 writes and talks.
+    """
+    with processes.joined() as team:
+        return _run(config, say if team.main else _silence, team)
+
+
+def _silence(line: str) -> None:
+    """Of a process that another one talks for."""
+
+
+def _run(config: RunConfig, say: Callable[[str], None], team: Alone) -> RunResult:
     folder = Run(config.out)
-    _check_folder(config, folder)
-    config = _for_its_budget(config, say)
-    data = _data(config)
-    with torch.random.fork_rng([]):
-        torch.manual_seed(config.fit.seed)
-        dense = sources.build_model(config.model, data.classes)
-        if config.init_from:
-            load_weights(dense, config.init_from)
-        misfit = f"{config.model} does not fit the data {config.data}"
-        facts = {"classes": data.classes, "example": describe_example(sources.try_one_batch(dense, data.train, misfit))}
-        with folder.locked():
-            _check_folder(config, folder)  # again: a run may have begun and ended here since
-            if config.overwrite:  # once everything else is known to be in order
-                folder.remove()
-            asked = {name: getattr(config, name) for name in ASKED}
-            asked["init_from"] = str(config.init_from) if config.init_from else None
-            begun = folder.begin(asked, facts, resume=config.resume)
-            model, history, remarks = _train(config, dense, data, say)
-            pruned = prune(model)
-            result = _tested(config, model, pruned, data, history)
-            folder.finish(pruned, _as_dict(config, result) | {"remarks": remarks}, begun)
-            return result
+    with torch.random.fork_rng([]), ExitStack() as held:
+        with team.together():
+            _check_folder(config, folder)
+            config = _for_its_budget(config, say)
+            data = _data(config)
+            torch.manual_seed(config.fit.seed)
+            dense = sources.build_model(config.model, data.classes)
+            if config.init_from:
+                load_weights(dense, config.init_from)
+            misfit = f"{config.model} does not fit the data {config.data}"
+            example = sources.try_one_batch(dense, data.train, misfit)
+            facts = {"classes": data.classes, "example": describe_example(example)}
+        with team.together():
+            if team.main:
+                held.enter_context(folder.locked())
+                _check_folder(config, folder)  # again: a run may have begun and ended here since
+                if config.overwrite:  # once everything else is known to be in order
+                    folder.remove()
+                asked = {name: getattr(config, name) for name in ASKED}
+                asked["init_from"] = str(config.init_from) if config.init_from else None
+                begun = folder.begin(asked, facts, resume=config.resume)
+        model, history, remarks = _train(config, dense, data, say)
+        pruned = prune(model)
+        result = _tested(config, model, pruned, data, history)
+        with team.together():
+            if team.main:
+                folder.finish(pruned, _as_dict(config, result) | {"remarks": remarks}, begun)
+        return result
 
 
 def _data(config: RunConfig) -> Sources:

@@ -21,7 +21,7 @@ from sparsevd.posterior import checked_sparsity, noisy_modules, required_posteri
 from sparsevd.training.data import Data
 from sparsevd.training.evaluation import Evaluation, Loss, Metric, evaluate
 from sparsevd.training.inputs import Forward, call
-from sparsevd.training.judge import Judge
+from sparsevd.training.judge import Agreed, Judge
 
 LIMITS = ("sparsity", "max_error_increase", "max_loss_increase", "max_metric_decrease", "max_bytes")
 WALK = 8  # steps from what the network has lost already to one weight left
@@ -108,7 +108,13 @@ class Budget:
         return {name: getattr(self, name) for name in LIMITS}
 
     def judge(
-        self, model: nn.Module, data: Data, loss: Loss = F.cross_entropy, forward: Forward = call, strict: bool = False
+        self,
+        model: nn.Module,
+        data: Data,
+        loss: Loss = F.cross_entropy,
+        forward: Forward = call,
+        strict: bool = False,
+        agreed: Agreed = list,
     ) -> Judge:
         """Who measures networks on this data; without a reference, against the model as it is now."""
         return Judge(
@@ -121,6 +127,7 @@ class Budget:
             loss_rise=self.max_loss_increase,
             metric_fall=self.max_metric_decrease,
             strict=strict,
+            agreed=agreed,
         )
 
     def threshold_of(

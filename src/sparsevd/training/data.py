@@ -5,20 +5,34 @@ arithmetic of a small net.
 """
 
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from sparsevd.errors import ArgumentError
 from sparsevd.training.inputs import TARGETS, as_inputs, as_target, changed, tensors
+from sparsevd.training.processes import Alone
 
 # A pair (x, y), where x may be several tensors; or what makes such pairs, or dicts with the target among the rest.
 Data = tuple[Any, Tensor] | Dataset[Any] | DataLoader[Any]
 Batch = tuple[Any, Tensor]
 _FORMS = "a pair (x, y) of tensors or arrays, where x may also be a tuple or a dict of them, a Dataset or a DataLoader"
+
+
+class Share(NamedTuple):
+    """What one of several processes takes of a batch. Where there is nothing for it, it computes with all of the batch
+    for show: its examples are none, but what all do together it must do too."""
+
+    batch: Batch
+    examples: int
+    whole: int  # examples of all processes
+
+    def weight(self, processes: int) -> float:
+        """Of the mean over its examples, so that the mean over the processes is that over all examples."""
+        return self.examples * processes / self.whole if processes > 1 else 1.0
 
 
 class Augmented(tuple[Tensor, Tensor]):
@@ -90,7 +104,8 @@ def size(data: Data, name: str) -> int:
     if isinstance(data, DataLoader):
         if data.batch_size is None and data.batch_sampler is None:  # the data set makes whole batches itself
             raise ArgumentError(f"{name} does not know its number of examples; give n_train")
-        counted = data.dataset if isinstance(data.dataset, IterableDataset) else data.sampler
+        whole = isinstance(data.dataset, IterableDataset) or split_by_process(data) is not None
+        counted = data.dataset if whole else data.sampler
     try:
         n = len(cast(Sized, counted))
     except TypeError:
@@ -164,16 +179,62 @@ def _part(data: Data, where: Tensor) -> Data:
 
 def batches(data: Data, batch_size: int, *, shuffle: bool) -> Iterator[Batch]:
     """One pass over the data. The order comes from torch's global generator; a DataLoader has its own way."""
+    return (share.batch for share in shares(data, batch_size, Alone(), shuffle=shuffle))
+
+
+def shares(data: Data, batch_size: int, team: Alone, *, shuffle: bool) -> Iterator[Share]:
+    """The same, of each batch the part of one process. They must draw the same order: only the first batch tells that
+    it was drawn."""
     if isinstance(data, tuple):
-        yield from _slices(data, batch_size, shuffle)
+        yield from _slices(data, batch_size, shuffle, team)
         return
     if isinstance(data, IterableDataset):
         shuffle = False  # a stream has its own order
     loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size, shuffle=shuffle)
     if loader is not data and not isinstance(data, IterableDataset) and size(data, "data") % batch_size == 1:
         loader = DataLoader(loader.dataset, batch_sampler=_NoBatchOfOne(loader.batch_sampler))
-    for batch in loader:
-        yield _pair(batch)
+    if team.size == 1:
+        yield from (Share(pair, len(pair[1]), len(pair[1])) for pair in map(_pair, loader))
+    elif split_by_process(loader) is not None:
+        yield from (Share(pair, len(pair[1]), len(pair[1]) * team.size) for pair in map(_pair, loader))
+    elif loader is data or isinstance(data, IterableDataset):
+        yield from (_share_of(pair, team) for pair in map(_pair, loader))
+    else:  # each loads what is its own
+        parts = _Parts(loader.batch_sampler, team)
+        for batch in DataLoader(loader.dataset, batch_sampler=parts):
+            yield Share(_pair(batch), parts.examples, parts.whole)
+
+
+def split_by_process(data: Data) -> DistributedSampler[Any] | None:
+    """The sampler that gives each process other examples, if the data has one."""
+    if isinstance(data, DataLoader):
+        for sampler in (data.sampler, getattr(data.batch_sampler, "sampler", None)):
+            if isinstance(sampler, DistributedSampler):
+                return sampler
+    return None
+
+
+def _share_of(pair: Batch, team: Alone) -> Share:
+    """The part of a batch that is there already."""
+    x, y = pair
+    mine = team.part(len(y))
+    if mine.stop > mine.start:
+        pair = changed(x, lambda tensor: tensor[mine] if tensor.shape[:1] == y.shape[:1] else tensor), y[mine]
+    return Share(pair, mine.stop - mine.start, len(y))
+
+
+class _Parts:
+    """The part of one process of lists of examples, and how many these were."""
+
+    def __init__(self, batches: Any, team: Alone):
+        self._batches, self._team = batches, team
+        self.examples = self.whole = 0  # of the list that was given last: it is loaded at once
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            mine = self._team.part(len(batch))
+            self.examples, self.whole = mine.stop - mine.start, len(batch)
+            yield batch[mine] or batch
 
 
 class _NoBatchOfOne:
@@ -195,7 +256,7 @@ class _NoBatchOfOne:
             yield waiting
 
 
-def _slices(data: tuple[Any, Tensor], batch_size: int, shuffle: bool) -> Iterator[Batch]:
+def _slices(data: tuple[Any, Tensor], batch_size: int, shuffle: bool, team: Alone) -> Iterator[Share]:
     x, y = data
     order = torch.randperm(len(y)) if shuffle else None
     start = 0
@@ -203,12 +264,19 @@ def _slices(data: tuple[Any, Tensor], batch_size: int, shuffle: bool) -> Iterato
         end = start + batch_size
         if len(y) - end == 1:
             end += 1  # batch normalisation cannot train on a last batch of one
-        where = slice(start, end) if order is None else order[start:end].to(y.device)
+        end = min(end, len(y))
+        mine = team.part(end - start)
+        examples = mine.stop - mine.start
+        if not examples:
+            mine = slice(0, end - start)
+        where: slice | Tensor = slice(start + mine.start, start + mine.stop)
+        if order is not None:
+            where = order[where].to(y.device)
         chosen = changed(x, lambda tensor, where=where: tensor[where])  # type: ignore[misc]
         if order is not None and isinstance(data, Augmented):
             chosen = data.changed(cast(Tensor, chosen))
         batch = chosen, y[where]
-        yield Taught(batch, data.logits[where]) if isinstance(data, Taught) else batch
+        yield Share(Taught(batch, data.logits[where]) if isinstance(data, Taught) else batch, examples, end - start)
         start = end
 
 

@@ -52,14 +52,15 @@ class State:
 class TrainingFolder:
     """The run's folder: the checkpoint, and the metrics that it holds as lines of JSON."""
 
-    def __init__(self, path: str | Path | None, settings: dict[str, Any]):
+    def __init__(self, path: str | Path | None, settings: dict[str, Any], *, writes: bool = True):
         self.path = Path(path) if path is not None else None
+        self._writes = writes  # of several processes only one
         self.settings = settings  # a run can only be resumed with the same ones
         self._metrics = MetricsFile(self.path / METRICS) if self.path else None
 
     def locked(self) -> AbstractContextManager[None]:
         """Makes the folder, and keeps every other training out of it."""
-        if self.path is None:
+        if self.path is None or not self._writes:
             return nullcontext()
         try:
             atomic.make_folder(self.path)
@@ -93,7 +94,7 @@ class TrainingFolder:
         schedule: Schedule | None = None,
         loss: object = None,
     ) -> None:
-        if self.path is None or self._metrics is None:
+        if self.path is None or self._metrics is None or not self._writes:
             return
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         slots = {
@@ -135,7 +136,7 @@ class TrainingFolder:
         """The state to go on from; the beginning if no checkpoint was written yet."""
         if self.path is None or self._metrics is None:
             raise ArgumentError("resume=True needs the run_dir to resume from")
-        for name in (CHECKPOINT, METRICS):
+        for name in (CHECKPOINT, METRICS) if self._writes else ():
             atomic.remove_leftovers(self.path / name)
         path = self.path / CHECKPOINT
         if not path.exists():
@@ -173,7 +174,8 @@ class TrainingFolder:
             schedule.load_state_dict(checkpoint.schedule)
         if likelihood:
             likelihood.load_state_dict(learned)
-        self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
+        if self._writes:
+            self._metrics.repair(state.history, checkpoint.progress.get("metrics"))
         return state, checkpoint.rng
 
 

@@ -162,6 +162,9 @@ class Gaussian(Likelihood):
             stacklevel=9,
         )
 
+    def running_means(self) -> list[Tensor]:
+        return [] if self._means is None else [self._means]
+
     def state_dict(self) -> dict[str, Tensor]:
         if self._means is None or self._centre is None:
             return {}

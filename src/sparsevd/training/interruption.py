@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into a flag that is looked at between steps; a second one interrupts at once."""
+def interruptible(*, terminated: bool = False) -> Iterator[threading.Event]:
+    """Turns the first Ctrl-C into a flag that is looked at between steps; a second one interrupts at once.
+
+    With `terminated` SIGTERM does so too: it is how torchrun ends its processes.
+    """
     requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield requested  # only the main thread may handle signals
@@ -19,8 +22,9 @@ def interruptible() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         requested.set()
 
-    before = signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)[: 1 + terminated]}
     try:
         yield requested
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

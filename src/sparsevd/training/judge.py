@@ -8,7 +8,8 @@ since a network that is trained further becomes surer or less sure of the same a
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from sparsevd.training.data import Data, batches, checked
 from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, device_of, evaluate
 from sparsevd.training.inputs import Forward, changed
 
+Agreed = Callable[[list[float]], list[float]]
 # A point of error that the budget allows is about so much loss, in nats (chosen on breast cancer and wine).
 LOSS_OF_A_POINT = 0.01
 # How many examples two good networks answer differently: their difference has the standard error √(share / n).
@@ -71,6 +73,7 @@ class Judge:
         data: held-out data.
         error, loss_rise, metric_fall: what may be lost of each, or None.
         strict: of few examples, for a search over many states.
+        agreed: numbers as process 0 has measured them, where several decide by them.
     """
 
     def __init__(
@@ -85,8 +88,10 @@ class Judge:
         loss_rise: float | None = None,
         metric_fall: float | None = None,
         strict: bool = False,
+        agreed: Agreed = list,
     ):
         self.data, self._forward, self._metric = checked(data, "the held-out data"), forward, metric
+        self._agreed = agreed
         self._loss = copy.deepcopy(loss)  # one that learns from the training data must not change the measure
         self._allowed = {"error": error, "loss": loss_rise, "metric": metric_fall}
         network = reference if isinstance(reference, nn.Module) else None
@@ -149,7 +154,14 @@ class Judge:
         return 100 * math.sqrt(max(1.0, differing * n)) / n
 
     def measure(self, model: nn.Module) -> Evaluation:
-        return evaluate(model, self.data, self._loss, forward=self._forward, metric=self._metric)
+        found = evaluate(model, self.data, self._loss, forward=self._forward, metric=self._metric)
+        loss, error, metric = self._agreed([found.loss, found.error or 0.0, found.metric or 0.0])
+        return replace(
+            found,
+            loss=loss,
+            error=error if found.error is not None else None,
+            metric=metric if found.metric is not None else None,
+        )
 
     def room(self, found: Evaluation) -> float:
         """What an evaluation leaves of the budget."""
@@ -190,7 +202,8 @@ class Judge:
                 outputs.append(self._forward(model, changed(x, lambda tensor: tensor.to(device))).float().cpu())
                 targets.append(y.cpu())
         logits, target = torch.cat(outputs), torch.cat(targets)
-        return min(F.cross_entropy(logits / temperature, target).item() for temperature in TEMPERATURES)
+        losses = [F.cross_entropy(logits / temperature, target).item() for temperature in TEMPERATURES]
+        return min(self._agreed(losses))
 
 
 def _classes(data: Data) -> bool:

@@ -43,6 +43,10 @@ class Likelihood:
         """The same for one that is resumed."""
         return None
 
+    def running_means(self) -> list[Tensor]:
+        """What it has learned as a mean over the batches; several processes average it in place after each step."""
+        return []
+
     def state_dict(self) -> dict[str, Tensor]:
         """What it has learned."""
         return {}

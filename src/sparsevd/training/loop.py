@@ -7,6 +7,7 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -21,17 +22,20 @@ from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import is_noisy, required_posteriors
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
 from sparsevd.reporting.summary import summary
-from sparsevd.training import course, generator, start, threads
+from sparsevd.training import course, generator, processes, start, tally, threads
+from sparsevd.training.averaging import Averaging
 from sparsevd.training.budget import Budget, cut_at
-from sparsevd.training.data import Batch, Data, batches
+from sparsevd.training.data import Batch, Data, Share, shares, split_by_process
 from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.gaussian import Gaussian
 from sparsevd.training.history import EpochMetrics
 from sparsevd.training.inputs import Forward, call
 from sparsevd.training.interruption import interruptible
+from sparsevd.training.likelihood import Likelihood
 from sparsevd.training.optimizer import BoundAdam
-from sparsevd.training.progress import Callback, Moment, display
+from sparsevd.training.processes import Alone
+from sparsevd.training.progress import Callback, Moment, Silence, display
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.schedule import Schedule, choose_variance
 from sparsevd.training.task import Task
@@ -94,18 +98,28 @@ def fit(
         budget: what may be lost, or must be reached: the weight of the KL follows it, and the sparsest state that
             keeps to it is what is left at the end. It is measured on `val`, or on a part of `train` that is held out,
             against its reference or the network at its start.
+
+    On several processes, as torchrun starts them, each calls this with the same arguments and takes its part of every
+    batch. Process 0 writes and shows; every one has the network, the history and its own callbacks.
     """
-    required_posteriors(model)  # says so if there are none
-    config = config or FitConfig()
-    if config.weight_decay:
-        raise ArgumentError(f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place")
-    if budget is not None and not isinstance(budget, Budget):
-        raise ArgumentError(f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
-    if budget is not None and budget.measures and val is None:
-        train, val = start.held_out(train, config.seed)
-    taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
-    task = Task(model, train, val, config, loss, forward, metric, n_train, taught)
-    return Loop(task, run_dir, callbacks, budget).run(resume, progress)
+    with processes.joined() as team:
+        with team.together():
+            required_posteriors(model)  # says so if there are none
+            config = config or FitConfig()
+            if config.weight_decay:
+                raise ArgumentError(
+                    f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place"
+                )
+            if budget is not None and not isinstance(budget, Budget):
+                raise ArgumentError(
+                    f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)"
+                )
+            if budget is not None and budget.measures and val is None:
+                train, val = start.held_out(train, config.seed)
+            taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
+            task = Task(model, train, val, config, loss, forward, metric, n_train, taught)
+            loop = Loop(task, run_dir, callbacks, budget, team)
+        return loop.run(resume, progress)
 
 
 def fit_dense(
@@ -129,11 +143,14 @@ def fit_dense(
     Arguments as for `fit`. Weights that are zero at the start stay zero, and it says so, unless keep_zeros=False; a
     tensor of nothing but zeros may learn, since some layers begin so.
     """
-    if is_noisy(model):
-        raise ArgumentError("fit_dense trains a plain network; this one has Sparse VD layers, which fit trains")
-    task = Task(model, train, val, config or FitConfig(), loss, forward, metric, n_train)
-    zeros = (lambda model: Zeros(model, whole=False)) if keep_zeros else None
-    return Loop(task, run_dir, callbacks, zeros=zeros).run(resume, progress)
+    with processes.joined() as team:
+        with team.together():
+            if is_noisy(model):
+                raise ArgumentError("fit_dense trains a plain network; this one has Sparse VD layers, which fit trains")
+            task = Task(model, train, val, config or FitConfig(), loss, forward, metric, n_train)
+            zeros = (lambda model: Zeros(model, whole=False)) if keep_zeros else None
+            loop = Loop(task, run_dir, callbacks, team=team, zeros=zeros)
+        return loop.run(resume, progress)
 
 
 class Loop:
@@ -145,31 +162,37 @@ class Loop:
         run_dir: str | Path | None,
         callbacks: Iterable[Callback],
         budget: Budget | None = None,
+        team: Alone | None = None,
         zeros: Callable[[nn.Module], Zeros] | None = None,
     ):
         self._find_zeros, self._zeros = zeros, Zeros(nn.Module())
         self.task, self.model, self.config, self._budget = task, task.model, task.config, budget
+        self.team = team or Alone()
+        _check_samplers(task, self.team)
         if not isinstance(callbacks, Iterable) or not all(isinstance(each, Callback) for each in callbacks):
             raise ArgumentError("callbacks must be a list of sparsevd.training.progress.Callback")
         self._callbacks = list(callbacks)
-        self.folder = TrainingFolder(run_dir, {})
+        self.folder = TrainingFolder(run_dir, {}, writes=self.team.main)
+        self.team.last_good = self.folder.last_good
         self.state = State()
         self._last: EpochMetrics | None = None
         self._begun = False  # the first step of this process was taken
+        self._averaging = Averaging(self.model, task.forward) if self.team.size > 1 else None
+        self._noisy = True  # in the last step
+        self._heard = False  # that one of several processes was interrupted
 
     def run(self, resume: bool, show: bool) -> list[EpochMetrics]:
         """All epochs that are left."""
         with (
-            self.folder.locked(),
-            display(show) as shown,
+            self._holding_the_folder(resume),
+            display(show) if self.team.main else Silence() as shown,
             self.task.in_memory_format(),
             generator.reserved(self.task.device),
-            interruptible() as self._interrupt,
+            interruptible(terminated=self.team.size > 1) as self._interrupt,
         ):
             self._callbacks.insert(0, shown)
             self._say = shown.say
-            if not resume:
-                self.folder.refuse_to_overwrite()  # before the network is changed
+            self.team.same_network(self.model)
             self._choose(resume)
             run = course.begun(self.task, self.schedule) if self.schedule.posteriors else None
             if self.task.teacher is not None:
@@ -181,12 +204,21 @@ class Loop:
                 begun = time.monotonic() - self.state.seconds
                 first = self._epoch(rng)
                 rng = None
-                if self._interrupt.is_set():
+                if self._told_to_stop():
                     self._stop(begun)
                 self._finish_epoch(first, begun)
             self._remark(run, at_end=True)
         self.model.eval()
         return list(self.state.history)
+
+    @contextmanager
+    def _holding_the_folder(self, resume: bool) -> Iterator[None]:
+        with ExitStack() as held:
+            with self.team.together():
+                held.enter_context(self.folder.locked())
+                if not resume:
+                    self.folder.refuse_to_overwrite()  # before the network is changed
+            yield
 
     def _choose(self, resume: bool) -> None:
         """The recipe for this network, as it is at its start, and what follows it."""
@@ -195,12 +227,14 @@ class Loop:
             chosen_then: dict[str, Any] = {name: then.get(name) for name in start.CHOSEN}
             self.config = replace(self.config, **chosen_then)
         else:
-            chosen = start.begin(self.task, self.config, self._budget)
-            self.config = chosen.config
-            if self._budget is not None and not resume:
-                start.check_reference(self._budget, chosen, self.task.val)
+            with self.team.together():
+                chosen = start.begin(self.task, self.config, self._budget)
+                self.config = chosen.config
+                if self._budget is not None and not resume:
+                    start.check_reference(self._budget, chosen, self.task.val)
             if chosen.text:
                 self._say(chosen.text)
+        self._choose_the_same()
         config, task = self.config, self.task
         settings = {**asdict(config), "n_train": task.n, "budget": None, **task.settings()}
         judge = None
@@ -208,13 +242,35 @@ class Loop:
             settings["budget"] = str(self._budget)
             if self._budget.measures and task.val is not None:
                 with cut_at(self.model, math.inf):  # the network at its start, as it was before it had noise
-                    judge = self._budget.judge(self.model, task.val, task.loss, task.forward, strict=True)
+                    judge = self._budget.judge(
+                        self.model, task.val, task.loss, task.forward, strict=True, agreed=self.team.agreed
+                    )
                 if remark := judge.remark():
                     self._say(f"note: {remark}")
         self.folder.settings = settings
+        self.team.same_text("the settings", str(settings))
         rate = config.rate(0.0)
         self.optimizer = BoundAdam(self.model, rate, beta2=config.adam_beta2, weight_decay=config.weight_decay)
+        if self.team.size > 1 and config.contract:
+            config = replace(config, contract=False)  # gradients of other shapes could not be averaged
+            if is_noisy(self.model):
+                self._say(
+                    f"{self.team.size} processes: each takes its part of a batch; inputs and units without weights "
+                    "stay in the computation (no contraction)"
+                )
         self.schedule = Schedule(self.model, config, task.n, self._budget, judge)
+
+    def _choose_the_same(self) -> None:
+        """What the first process has chosen, on all: with data of their own, others may have chosen otherwise."""
+        if self.team.size == 1:
+            return
+        rates = [getattr(self.config, name) for name in start.CHOSEN]
+        rates = self.team.agreed([math.nan if rate is None else rate for rate in rates])
+        chosen: dict[str, Any] = {
+            name: None if math.isnan(rate) else rate for name, rate in zip(start.CHOSEN, rates, strict=True)
+        }
+        self.config = replace(self.config, **chosen)
+        self.team.share(self.model.parameters())  # the first noise
 
     def _remark(self, run: Course | None, at_end: bool = False) -> None:
         """What there is to say of a run of Sparse VD, before its first step or after its last."""
@@ -231,10 +287,13 @@ class Loop:
         """The state to start from; inside an epoch also that of the generator."""
         rng = None
         if resume:
-            self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule, self.task.loss)
+            with self.team.together():
+                self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule, self.task.loss)
+            self.team.same_text(f"what is in {self.folder.path}", f"{self.state.epoch} {self.state.batch}")
         self._last = self.state.history[-1] if self.state.history else None
         if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
-            self.state.bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
+            bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
+            self.state.bfloat16 = bool(self.team.agreed([bfloat16])[0])
         choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
         if self._find_zeros is not None:
             self._zeros = self._find_zeros(self.model)
@@ -242,32 +301,55 @@ class Loop:
                 self._say(f"{100 * self._zeros.share:.1f} % of the weights are zero and stay so")
         return rng
 
-    def _epoch(self, rng: Tensor | None) -> list[Batch]:
+    def _epoch(self, rng: Tensor | None) -> list[Share]:
         """The steps of an epoch that are left; gives its first batches."""
         generator.seed_epoch(self.config.seed, self.state.epoch)
+        if self._averaging is not None:
+            self._averaging.begin_anew()
+            if (sampler := split_by_process(self.task.train)) is not None:
+                sampler.set_epoch(self.state.epoch)
         self.model.train()
         for module in self.task.in_eval_mode:
             module.training = False
-        first: list[Batch] = []
-        remaining = _keeping(first, batches(self.task.train, self.config.batch_size, shuffle=True))
+        first: list[Share] = []
+        given = shares(self.task.train, self.config.batch_size, self.team, shuffle=True)
+        remaining = _keeping(first, given)
         if rng is not None:  # pass over what an interrupted epoch has done, then draw on from where it was
             self._pass_over(remaining)
             torch.set_rng_state(rng)
+            self._seed_noise()
         with self.schedule.epoch(self.optimizer):
             parameters = list(self.model.parameters())
-            for batch in remaining:
-                self._step(batch, parameters)
-                if self._interrupt.is_set():
+            for share in remaining:
+                if self.state.batch == 0:  # the order is drawn; the noise is each process's own
+                    self._seed_noise()
+                self._step(share, parameters)
+                self._seed_noise()  # a run that is resumed here draws the same
+                if self._told_to_stop():
                     break
                 if self.state.batch == STEPS_BEFORE_LOOKING:
                     threads.warn_if_they_spin()
+            else:
+                if not tally.all_have_ended(self.team):
+                    raise ArgumentError(
+                        f"process {self.team.rank} has got {self.state.batch} batches in epoch {self.state.epoch + 1}, "
+                        "and another one more; give every process as many"
+                    )
         return first
 
-    def _step(self, batch: Batch, parameters: list[nn.Parameter]) -> None:
-        batch = self.task.placed(batch)
+    def _seed_noise(self) -> None:
+        self.team.seed_noise(self.config.seed, self.state.epoch, self.state.batch)
+
+    def _told_to_stop(self) -> bool:
+        """Ctrl-C came; of several processes, all have heard of it with the last step."""
+        return self._interrupt.is_set() if self.team.size == 1 else self._heard
+
+    def _step(self, share: Share, parameters: list[nn.Parameter]) -> None:
+        batch = self.task.placed(share.batch)
         x, y = batch
         if not self._begun:
-            self.optimizer.units = self.task.units(batch, begun=self.state.epoch > 0 or self.state.batch > 0)
+            begun = self.state.epoch > 0 or self.state.batch > 0
+            self.optimizer.units = self.task.units(self.team.same_batch(batch), begun=begun, processes=self.team.size)
             self._begun = True
         phase = self.schedule.at(self.progress)
         self.optimizer.set_learning_rate(self.config.rate(self.progress) * phase.rate_factor, phase.noise_ratio)
@@ -275,34 +357,55 @@ class Loop:
         if self._budget is not None:
             for posterior in self.schedule.posteriors:
                 posterior.layer.training = phase.noisy
+            if self._averaging is not None and phase.noisy != self._noisy:
+                self._averaging.begin_anew()  # without noise log σ² has no gradient
+            self._noisy = phase.noisy
 
-        output = self.task.forward(self.model, x)
+        output = self.task.forward(self.model, x) if self._averaging is None else self._averaging(x)
         nll = self.task.loss(output, y)
         teacher = self.task.teacher
         objective = nll if teacher is None else teacher.mixed(nll, output, batch, self.task.forward)
         for parameter in parameters:
             parameter.grad = None
-        objective.backward()  # type: ignore[no-untyped-call]
-        value = nll.item()
-        if not math.isfinite(value) or not (objective is nll or objective.isfinite()):
-            self._diverged(objective.item())
+        counted = tally.count(
+            self.team,
+            nll,
+            objective,
+            lambda: wrong(output, y, self.task.loss),
+            share.examples,
+            self._interrupt.is_set,
+        )
+        weight = share.weight(self.team.size)
+        (objective if weight == 1 else weight * objective).backward()  # type: ignore[no-untyped-call]
+        if self._averaging is not None:
+            self._averaging.finish()
+        found = counted()
+        if not math.isfinite(found.loss) or not found.finite:
+            value = objective.item()
+            self._diverged(math.nan if math.isfinite(value) else value)  # it may be another process's
+        self._heard = found.interrupted
         self.optimizer.step()
         self.schedule.keep_zeros()
         self._zeros.put_back()
+        if isinstance(self.task.loss, Likelihood):
+            self.team.average(self.task.loss.running_means(), share.examples)
 
-        self.state.add(value, wrong(output, y, self.task.loss), len(y))
+        self.state.add(found.loss, found.wrong, found.examples)
         if self.progress < 1:
+            if self.schedule.looks_at(self.progress):
+                self.team.share(self.model.buffers())  # else each has its own statistics of batch norm
             self.schedule.look(self.progress, self.optimizer)
         moment = self._moment()
         for callback in self._callbacks:
             callback.on_step(moment)
 
-    def _finish_epoch(self, first: list[Batch], begun: float) -> None:
+    def _finish_epoch(self, first: list[Share], begun: float) -> None:
         """After the last step of an epoch: measure, drop what is superfluous, write it all down."""
         state = self.state
         if state.seen == 0:
             raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
         self._check_parameters()
+        self.team.share(self.model.buffers())
         done = (state.epoch + 1) / self.config.epochs
         if done == 1:
             self.schedule.look(done, self.optimizer)
@@ -315,23 +418,28 @@ class Loop:
         metrics = replace(metrics, seconds=time.monotonic() - begun)
         self._last = metrics
         self.state = State(epoch=state.epoch + 1, history=state.history.add(metrics), bfloat16=state.bfloat16)
-        self.folder.save(self.model, self.optimizer, self.state, schedule=self.schedule, loss=self.task.loss)
+        self._save()
         for callback in self._callbacks:
             callback.on_epoch(self._moment())
         if done == 1 and ended:
             self._say(ended)
         threads.warn_if_they_spin()
-        if self._interrupt.is_set():
+        if any(self.team.total([float(self._interrupt.is_set())])()):
             raise KeyboardInterrupt
+
+    def _save(self, rng: Tensor | None = None) -> None:
+        with self.team.together():
+            self.folder.save(self.model, self.optimizer, self.state, rng, self.schedule, self.task.loss)
 
     def _stop(self, begun: float) -> None:
         """Ctrl-C came inside an epoch: save what is needed to go on with the very next batch."""
         self._check_parameters()
         self.state.seconds = time.monotonic() - begun
-        self.folder.save(self.model, self.optimizer, self.state, torch.get_rng_state(), self.schedule, self.task.loss)
+        self.team.share(self.model.buffers())
+        self._save(torch.get_rng_state())
         raise KeyboardInterrupt
 
-    def _pass_over(self, remaining: Iterator[Batch]) -> None:
+    def _pass_over(self, remaining: Iterator[Share]) -> None:
         passed = sum(1 for _ in islice(remaining, self.state.batch))
         if passed < self.state.batch:
             raise CheckpointError(
@@ -372,10 +480,17 @@ class Loop:
             val_perplexity=held_out.perplexity if held_out else None,
         )
 
-    def _bound_on(self, data: list[Batch]) -> float:
+    def _bound_on(self, data: list[Share]) -> float:
         """The bound from a few batches, with the same noise each time."""
         torch.manual_seed(self.config.seed)
-        return bound_on(self.model, _together(data), self.task.loss, self.task.n, self.task.forward)
+        self.team.seed_noise(self.config.seed)
+        task, mine = self.task, [share for share in data if share.examples]
+        if self.team.size == 1:
+            return bound_on(self.model, _together(mine), task.loss, task.n, task.forward)
+        examples = sum(share.examples for share in mine)
+        bound = bound_on(self.model, _together(mine), task.loss, task.n, task.forward) if mine else 0.0
+        total, count = self.team.total([bound * examples, examples])()
+        return total / count
 
     def _moment(self) -> Moment:
         state, config = self.state, self.config
@@ -427,17 +542,31 @@ def _name(metric: Metric | None) -> str:
     return str(getattr(metric, "__name__", "metric")).replace("_", " ")
 
 
-def _together(data: list[Batch]) -> list[Batch]:
+def _check_samplers(task: Task, team: Alone) -> None:
+    """On several processes: each gets its own part of the training data, and all of what is held out."""
+    if team.size == 1:
+        return
+    sampler = split_by_process(task.train)
+    if sampler is not None and sampler.num_replicas != team.size:
+        raise ArgumentError(
+            f"the DistributedSampler of train is for {sampler.num_replicas} processes, and there are {team.size}"
+        )
+    if task.val is not None and split_by_process(task.val) is not None:
+        raise ArgumentError("val has a DistributedSampler; every process must see all of it, to decide the same")
+
+
+def _together(kept: list[Share]) -> list[Batch]:
     """Batches of tensors of one shape as one, which is faster; others, such as texts padded each, as they are."""
+    data = [share.batch for share in kept]
     shapes = {tuple(x.shape[1:]) if isinstance(x, Tensor) else None for x, _ in data}
     if len(shapes) > 1 or None in shapes:
         return data
     return [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
 
 
-def _keeping(first: list[Batch], data: Iterator[Batch]) -> Iterator[Batch]:
+def _keeping(first: list[Share], data: Iterator[Share]) -> Iterator[Share]:
     """The same batches; those that the bound will be measured on are kept as they pass."""
-    for batch in data:
+    for share in data:
         if len(first) < BATCHES_FOR_BOUND:
-            first.append(batch)
-        yield batch
+            first.append(share)
+        yield share

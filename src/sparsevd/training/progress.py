@@ -68,6 +68,14 @@ class Display(Callback):
 
 
 @final
+class Silence(Display):
+    """Of a process that another one talks for: not even the log gets a word."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+
+@final
 class Lines(Display):
     """One line per epoch with the time that is left, for logs."""
 

@@ -110,6 +110,10 @@ class Schedule:
             return self.steering.last_beta
         return self.at(progress).beta
 
+    def looks_at(self, progress: float) -> bool:
+        """Whether `look` will do anything here."""
+        return self.steering is not None and self.steering.wants_to_look(progress)
+
     def look(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
         """After each step of a run with a budget: see whether it is kept, and act."""
         if self.steering is not None and self.steering.wants_to_look(progress):

@@ -57,15 +57,18 @@ class Task:
         likelihood = repr(self.loss) if isinstance(self.loss, Likelihood) else None
         return {"teacher": str(self.teacher) if self.teacher else None, "likelihood": likelihood}
 
-    def units(self, batch: Batch, *, begun: bool) -> OutputUnits | None:
-        """Before the first step, or the first after a resume: the units that the likelihood wants the output in."""
+    def units(self, batch: Batch, *, begun: bool, processes: int = 1) -> OutputUnits | None:
+        """Before the first step, or the first after a resume: the units that the likelihood wants the output in.
+
+        `processes`: so many batches like this one are a step.
+        """
         check_targets(self.loss, batch[1], weighed=is_noisy(self.model), stacklevel=6)
         if not isinstance(self.loss, Likelihood):
             return None
         if begun:
             return self.loss.go_on(self.model, self.forward, batch)
         every = self.train[1] if isinstance(self.train, tuple) else None
-        return self.loss.begin(self.model, self.forward, batch, every, self.per_epoch)
+        return self.loss.begin(self.model, self.forward, batch, every, self.per_epoch // processes)
 
     def placed(self, batch: Batch) -> Batch:
         """A batch where the model is, and as its convolutions like it."""

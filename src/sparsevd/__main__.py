@@ -1,0 +1,5 @@
+"""`python -m sparsevd`, as torchrun starts it: the command line."""
+
+from sparsevd.cli import main
+
+main()
