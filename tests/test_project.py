@@ -155,6 +155,9 @@ def test_readme_is_short():
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own, as the next ones
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(ROOT / name, "python")])
 def test_code_in_documents_runs(document, monkeypatch, tmp_path, capsys):
     """The examples of README and pages, on random data of MNIST's shape and for one epoch."""
