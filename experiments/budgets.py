@@ -51,6 +51,7 @@ class Task:
     gradual: tuple[float, ...] = ()  # sparsities for gradual magnitude pruning ...
     gradual_rate: float = 2e-3  # ... and its rate
     regression: bool = False
+    long: bool = False  # a run is an hour: it says how far it is, and goes on after a stop
 
 
 def mnist(build: Callable[[], nn.Module], name: str, size: int = 50_000) -> Callable[[int], Any]:
@@ -112,7 +113,7 @@ TASKS = {
     "wine": Task(small("wine"), 40, (0.5, 1.0), range(20)),
     "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
     "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), betas=(), regression=True),
-    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (0.03, 0.1, 0.3), (0.7, 0.8, 0.85), 1e-3),
+    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (0.03, 0.1, 0.3), (0.7, 0.8, 0.85), 1e-3, long=True),
 }
 
 
@@ -192,11 +193,21 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
             ]
             return {"epochs": config.epochs, "seconds": round(seconds, 1), "cuts": cuts}
         asked = sparsevd.Budget(sparsity=setting["share"]) if kind == "sparsity" else budget(about, setting["points"])
-        history = sparsevd.fit(model, train, held_out, config, loss=loss, budget=asked, progress=False)
-    seconds = time.monotonic() - begun
+        folder = Path("runs") / "budgets" / f"{task}-{seed}-{asked}".replace(" ", "_") if about.long else None
+        history = sparsevd.fit(
+            model,
+            train,
+            held_out,
+            config,
+            loss=loss,
+            budget=asked,
+            progress=about.long,
+            run_dir=folder,
+            resume=about.long,
+        )
     return {
         "epochs": config.epochs,
-        "seconds": round(seconds, 1),
+        "seconds": round(sum(epoch.seconds for epoch in history), 1),
         "beta": history[-1].beta,
         "worst_epoch": max(epoch.val_error or 0.0 for epoch in history),
         "said": [str(each.message).splitlines()[0] for each in said],
