@@ -1,7 +1,8 @@
-"""What every way to train is compared with: the plain formula, mean NLL + β·KL/N, written out by hand.
+"""What loops with parts are compared with: the plain formula, mean NLL + β·KL/N, with real noise.
 
 All of them take the same batches in the same parts (micro-batches or processes), and the noise of a part is that of its
-seed, so that after some steps the weights must be the same but for rounding.
+seed, so that after some steps the weights must be the same but for rounding. Trainers that draw and cut batches
+themselves are compared with by_hand.py, where the noise is fixed; eq. 14 is written out there.
 """
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparsevd
+from by_hand import divergence
+from sparsevd.posterior import posteriors
 from sparsevd.training.schedule import Schedule
 
 STEPS, N, RATE = 20, 60, 5e-3
@@ -39,8 +42,11 @@ def batch(step, part, parts):
     return x.chunk(parts)[part], y.chunk(parts)[part]
 
 
-def formula(optimizer, parts=1, kl=lambda weight, model: weight * sparsevd.kl(model), wrap=lambda model: model):
-    """The weights after so many steps by autograd through the whole objective, in a loop of nothing else."""
+def formula(optimizer, parts=1, mistake=1.0, wrap=lambda model: model):
+    """The weights after so many steps by autograd through the whole objective, in a loop of nothing else.
+
+    A mistake is what the KL would be multiplied with.
+    """
     model = network()
     net = wrap(model)
     optimizer = OPTIMIZERS[optimizer](sparsevd.parameter_groups(model, RATE))
@@ -53,7 +59,8 @@ def formula(optimizer, parts=1, kl=lambda weight, model: weight * sparsevd.kl(mo
         for part in range(parts):
             x, y = batch(step, part, parts)
             (F.cross_entropy(net(x), y) / parts).backward()
-        kl(phase.kl_weight, model).backward()
+        terms = [divergence(each.theta, each.log_sigma2) for each in posteriors(model)]
+        (mistake * phase.kl_weight * torch.stack(terms).sum()).backward()
         optimizer.step()
     return weights(model)
 
