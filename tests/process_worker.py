@@ -3,6 +3,7 @@
 python process_worker.py FOLDER all|die
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import sparsevd
@@ -256,6 +258,8 @@ if __name__ == "__main__":
         if check is every_example_once:
             dist.init_process_group("gloo")  # by the user; before, `fit` did it
         found[check.__name__] = check(folder)
+        # Left behind, one of these may wait for ever when the group ends, and with it Python.
+        assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     die(folder)
