@@ -252,6 +252,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", sparsevd.SparseVDWarning)
     torch.set_num_threads(1)
+    gc.disable()  # by itself it would hide what is left behind
     folder = Path(sys.argv[1])
     found = {}
     for check in CHECKS:
