@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,6 +247,12 @@ def die(folder: Path) -> None:
         print(f"{type(error).__name__}: {error}", flush=True)
 
 
+def end_of_group(destroy: Callable[[], None] = dist.destroy_process_group) -> None:
+    """What still averages then may wait for the group's threads for ever, and Python with it."""
+    assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())
+    destroy()
+
+
 CHECKS = [like_one_process, noise, every_example_once, kinds_of_networks, resuming, refusals]
 
 if __name__ == "__main__":
@@ -253,14 +260,13 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore", sparsevd.SparseVDWarning)
     torch.set_num_threads(1)
     gc.disable()  # by itself it would hide what is left behind
+    dist.destroy_process_group = end_of_group
     folder = Path(sys.argv[1])
     found = {}
     for check in CHECKS:
         if check is every_example_once:
             dist.init_process_group("gloo")  # by the user; before, `fit` did it
         found[check.__name__] = check(folder)
-        # Left behind, one of these may wait for ever when the group ends, and with it Python.
-        assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())
     dist.destroy_process_group()
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     die(folder)

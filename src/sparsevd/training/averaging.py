@@ -31,9 +31,9 @@ class Averaging:
 
     def close(self) -> None:
         """Let go of the processes. Torch's part must not outlive their group: if it were the last to hold it, it would
-        wait for the group's threads and keep Python's lock, which these may be waiting for. It is in a cycle."""
+        wait for the group's threads and keep Python's lock, which these may be waiting for."""
         self._parallel = None
-        gc.collect()
+        gc.collect()  # it can be in a cycle
 
     def finish(self) -> None:
         """After each backward pass."""
