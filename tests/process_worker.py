@@ -3,6 +3,7 @@
 python process_worker.py FOLDER all|die
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -10,12 +11,14 @@ import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import sparsevd
@@ -244,12 +247,20 @@ def die(folder: Path) -> None:
         print(f"{type(error).__name__}: {error}", flush=True)
 
 
+def end_of_group(destroy: Callable[[], None] = dist.destroy_process_group) -> None:
+    """What still averages then may wait for the group's threads for ever, and Python with it."""
+    assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())
+    destroy()
+
+
 CHECKS = [like_one_process, noise, every_example_once, kinds_of_networks, resuming, refusals]
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", sparsevd.SparseVDWarning)
     torch.set_num_threads(1)
+    gc.disable()  # by itself it would hide what is left behind
+    dist.destroy_process_group = end_of_group
     folder = Path(sys.argv[1])
     found = {}
     for check in CHECKS:

@@ -4,6 +4,7 @@ It must know beforehand whether every parameter gets a gradient, and looks for t
 to, since that costs time. So the first step of an epoch is taken without it, and shows.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ class Averaging:
     def begin_anew(self) -> None:
         """Other parameters may have a gradient from now on: some were frozen, or the noise went off."""
         self._parallel = None
+
+    def close(self) -> None:
+        """Let go of the processes. Torch's part must not outlive their group: if it were the last to hold it, it would
+        wait for the group's threads and keep Python's lock, which these may be waiting for."""
+        self._parallel = None
+        gc.collect()  # it can be in a cycle
 
     def finish(self) -> None:
         """After each backward pass."""

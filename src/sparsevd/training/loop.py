@@ -7,7 +7,7 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -189,6 +189,7 @@ class Loop:
             self.task.in_memory_format(),
             generator.reserved(self.task.device),
             interruptible(terminated=self.team.size > 1) as self._interrupt,
+            closing(self._averaging) if self._averaging is not None else nullcontext(),
         ):
             self._callbacks.insert(0, shown)
             self._say = shown.say

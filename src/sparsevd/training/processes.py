@@ -258,7 +258,7 @@ def _watched(team: Several) -> Iterator[Several]:
             raise ProcessError(
                 f"another process of this training has ended, or cannot be reached any more. {team.last_good()} Start "
                 "all processes again, with resume=True if there is a checkpoint"
-            ) from error
+            ) from error.with_traceback(None)  # whose frames hold what must end before the group does
 
 
 def _is_lost(error: RuntimeError) -> bool:
