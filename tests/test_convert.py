@@ -436,3 +436,15 @@ def test_compile_with_fullgraph():
     for name, parameter in model.named_parameters():
         if not name.endswith("log_sigma2"):
             torch.testing.assert_close(compiled[name], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_the_first_noise_may_be_relative_to_the_weights():
+    net = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5))
+    with torch.no_grad():
+        net[1].weight.mul_(100)
+    model = sparsevd.sparsify(net, initial_log_sigma2="relative")
+    for layer in model:
+        assert layer.log_sigma2.unique().numel() == 1
+        assert layer.log_sigma2[0, 0].item() == pytest.approx(layer.weight.square().mean().log().item() - 6, abs=1e-4)
+    with pytest.raises(ArgumentError, match='must be a number or "relative"'):
+        sparsevd.sparsify(net, initial_log_sigma2="small")

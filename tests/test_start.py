@@ -57,7 +57,7 @@ def test_a_trained_network_gets_noise_below_its_weights_that_can_grow_in_time(tr
     assert found.knows
     assert "predicts already (error 0" in found.text
     for each in posteriors(model):
-        expected = each.theta.square().mean().log().item() - start.BELOW_WEIGHTS
+        expected = each.theta.square().mean().log().item() - BELOW_WEIGHTS
         assert each.log_sigma2.mean().item() == pytest.approx(expected, abs=1e-4)
     steps = 6 * 20
     noise = found.config.log_sigma2_lr_ratio * found.config.learning_rate

@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ def sparsify(
     keep_dropout: bool = False,
     inplace: bool = False,
     threshold: float = THRESHOLD,
-    initial_log_sigma2: float = INITIAL_LOG_SIGMA2,
+    initial_log_sigma2: float | Literal["relative"] = INITIAL_LOG_SIGMA2,
     variance_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """The Sparse VD twin of a network: every Linear, Conv and Embedding layer gets a learned noise on each weight.
@@ -140,12 +140,15 @@ def sparsify(
         keep_dropout: leave Dropout modules in place.
         inplace: change the given model instead of a copy, for models too large to have twice.
         threshold: weights of log α above it are zero in eval mode and after `prune`.
-        initial_log_sigma2: log σ² of every weight at the start.
+        initial_log_sigma2: log σ² of every weight at the start, or "relative": small against the weights of each layer,
+            which a trained network needs, and which `fit` chooses by itself for one.
         variance_dtype: type of the inputs of the variance product: torch.bfloat16 is faster where the hardware has it.
             None means that of log σ², float32 or wider.
     """
     if variance_dtype is not None and not variance_dtype.is_floating_point:
         raise ArgumentError(f"variance_dtype={variance_dtype} must be a floating-point type, such as torch.bfloat16")
+    if isinstance(initial_log_sigma2, str) and initial_log_sigma2 != "relative":
+        raise ArgumentError(f'initial_log_sigma2={initial_log_sigma2!r} must be a number or "relative"')
     conversion = preview(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
     if not conversion.replaced and (noisy := noisy_modules(model)):
         raise ConversionError(
@@ -163,13 +166,17 @@ def sparsify(
     logger.info("%s", conversion)
     if remarks := conversion.remarks():
         warnings.warn("\n".join(remarks), SparseVDWarning, stacklevel=2)
-    swaps: dict[nn.Module, nn.Module] = {}
+    relative = initial_log_sigma2 == "relative"
+    first = INITIAL_LOG_SIGMA2 if isinstance(initial_log_sigma2, str) else initial_log_sigma2
+    swaps: dict[nn.Module, NoisyModule] = {}
     for name in conversion.replaced:
         layer = model.get_submodule(name)
         if layer not in swaps:
             swaps[layer] = SPARSE_TYPES[type(layer)](
-                layer, threshold=threshold, initial_log_sigma2=initial_log_sigma2, variance_dtype=variance_dtype
+                layer, threshold=threshold, initial_log_sigma2=first, variance_dtype=variance_dtype
             )
+    for posterior in (each for layer in swaps.values() for each in layer.posteriors() if relative):
+        posterior.quieten()
     for name in conversion.dropout_removed:
         cast(nn.Dropout, model.get_submodule(name)).p = 0.0  # not Identity: models read p
     model = swap(model, swaps)

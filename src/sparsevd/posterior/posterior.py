@@ -21,6 +21,8 @@ from sparsevd.posterior.spread import local, part_for, whole
 THRESHOLD = 3.0
 # log σ² of a weight that was dropped for good: no noise, and with θ = 0 a log α above any threshold.
 DROPPED_LOG_SIGMA2 = -60.0
+# log σ² below the logarithm of a layer's mean square weight; e⁻³ of the weight's size as noise.
+BELOW_WEIGHTS = 6.0
 
 
 def checked_threshold(threshold: float) -> float:
@@ -130,6 +132,13 @@ class Posterior:
         which = part_for(self.theta, which)
         local(self.theta).masked_fill_(which, 0)
         local(self.log_sigma2).masked_fill_(which, DROPPED_LOG_SIGMA2)
+
+    @torch.no_grad()
+    def quieten(self) -> None:
+        """Make the noise small against the weights, whatever their scale: for a network that is good already."""
+        size = self.theta.double().square().mean().item()
+        if size > 0:
+            self.log_sigma2.fill_(math.log(size) - BELOW_WEIGHTS)
 
     @torch.no_grad()
     def alive(self) -> Tensor:

@@ -35,8 +35,6 @@ KNOWS = 0.1  # nats that the right targets must be better than shuffled ones
 TRIAL = 0.01  # of the steps of the run, for each rate ...
 TRIAL_STEPS = (5, 60)  # ... but so many
 SMALLEST_RATE = LEARNING_RATE / 64
-# log σ² below the logarithm of a layer's mean square weight; e⁻³ of the weight's size as noise.
-BELOW_WEIGHTS = 6.0
 DROWNED = 0.12  # of a layer's weights beyond the threshold before any training: the first noise is too large then
 # What log σ² should be able to rise by in a run, and how far a step may take it.
 TRAVEL, FASTEST_NOISE = 28.0, 0.05
@@ -71,11 +69,11 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     if not knows:
         for each in found:
             if _beyond(each) > DROWNED and _untouched(each):
-                _quieten(each)
+                each.quieten()
         return Start(replace(config, learning_rate=LEARNING_RATE), knows)
     for each in found:
         if _untouched(each):
-            _quieten(each)
+            each.quieten()
     training = _first(task, config, BATCHES + TRIAL_STEPS[1])[BATCHES:] or measured
     steps = config.epochs * math.ceil(task.per_epoch / config.batch_size)
     rate = LEARNING_RATE
@@ -140,13 +138,6 @@ def _beyond(posterior: Posterior) -> float:
 def _untouched(posterior: Posterior) -> bool:
     """Whether log σ² is as `sparsify` makes it when nobody says otherwise."""
     return bool((posterior.log_sigma2 == INITIAL_LOG_SIGMA2).all())
-
-
-@torch.no_grad()
-def _quieten(posterior: Posterior) -> None:
-    size = posterior.theta.double().square().mean().item()
-    if size > 0:
-        posterior.log_sigma2.fill_(math.log(size) - BELOW_WEIGHTS)
 
 
 def _survives(
