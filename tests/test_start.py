@@ -10,6 +10,7 @@ from torch import nn
 
 import sparsevd
 from sparsevd.posterior import posteriors
+from sparsevd.posterior.posterior import BELOW_WEIGHTS
 from sparsevd.training import start
 from sparsevd.training.inputs import call
 from sparsevd.training.recipes import LEARNING_RATE
