@@ -3,11 +3,12 @@
 import copy
 import io
 
+import pytest
 import torch
 from torch import nn
 
 import sparsevd
-from sparsevd.training.optimizer import BoundAdam
+from sparsevd.training.optimizer import BoundAdam, BoundStep
 
 
 def attached(**settings):
@@ -47,6 +48,25 @@ def test_bound_adam_too():
     before = copy.deepcopy(model.state_dict())
     step(model, optimizer)
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+
+
+@pytest.mark.parametrize("frozen", ["weight", "log_sigma2"])
+def test_half_a_posterior_that_was_frozen_for_a_time(frozen, monkeypatch):
+    """θ and log σ² have taken different numbers of steps then, and Adam corrects each for its own."""
+
+    def trained():
+        torch.manual_seed(0)
+        model, optimizer, _ = attached()
+        for number in range(8):
+            for layer in (model[0], model[2]):
+                getattr(layer, frozen).requires_grad_(number >= 5)
+            step(model, optimizer)
+        return model.state_dict()
+
+    found = trained()
+    monkeypatch.setattr(BoundStep, "_fits", lambda *_: False)  # torch's own Adam
+    for name, expected in trained().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_copy_of_the_network_leaves_the_schedule_behind():

@@ -117,7 +117,13 @@ class BoundStep:
             and (first["betas"], first["eps"]) == (second["betas"], second["eps"])
             and _is_plain(first)
             and _is_plain(second)
+            and len({self._steps_of(p) for p in pair}) == 1  # the kernel corrects both for the same number
         )
+
+    def _steps_of(self, parameter: Tensor) -> float:
+        """How many steps Adam has taken with it: fewer than with others, if it was frozen for a time."""
+        state = self._optimizer.state.get(parameter)
+        return float(state["step"]) if state else 0.0
 
     def _step_in_c(self, pair: Pair, groups: Sequence[Group | None], kl_weight: float) -> None:
         tensors, steps = [], []
