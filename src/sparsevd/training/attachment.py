@@ -142,8 +142,8 @@ class Attached(Schedule):
         self._skipped: set[torch.optim.Optimizer] = set()
         self._stale = True  # the zeros must be looked for
         self._masks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._pairs = self._noise_and_weights()
-        self._check_decay()
+        self._groups = 0
+        self._look_at_groups()
         on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         choose_variance(self.posteriors, self.config.variance_dtype, on_cpu and multiplies_bfloat16())
         _make_noise_differ()
@@ -190,6 +190,7 @@ class Attached(Schedule):
         if idle or bound.overflows:
             self._skipped.add(optimizer)
             return
+        self._look_at_groups()
         if self._stale:
             self._look_for_zeros()
         if self.steps == self.total_steps and self._counts[optimizer] == self.steps:
@@ -288,7 +289,14 @@ class Attached(Schedule):
                 raise ArgumentError(f"{each.name} is not in the other network; give a copy of the one that is trained")
             theirs[each.name].drop(~each.alive())
 
-    # What is checked at the start.
+    # What is checked at the start, and when an optimizer has got new groups.
+
+    def _look_at_groups(self) -> None:
+        count = sum(len(each.param_groups) for each in self._optimizers)
+        if count != self._groups:
+            self._pairs = self._noise_and_weights()
+            self._check_decay()
+            self._groups = count
 
     def _noise_and_weights(self) -> list[tuple[Tensor, Tensor | None]]:
         """A log σ² of each of its groups, with a weight from the group whose rate it follows."""
