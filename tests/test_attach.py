@@ -465,6 +465,9 @@ def test_optimizers_that_cannot_be_attached_to():
         sparsevd.attach(BoundAdam(model, RATE), model, n_train=N, total_steps=STEPS)
     with pytest.raises(ArgumentError, match="must be a torch.optim.Optimizer"):
         sparsevd.attach("adam", model, n_train=N, total_steps=STEPS)
+    uphill = torch.optim.SGD(sparsevd.parameter_groups(model, RATE), maximize=True)
+    with pytest.raises(ArgumentError, match="would maximise the KL too"):
+        sparsevd.attach(uphill, model, n_train=N, total_steps=STEPS)
     plain = nn.Linear(3, 2)
     with pytest.raises(sparsevd.SparseVDError, match="call sparsevd.sparsify first"):
         sparsevd.attach(torch.optim.SGD(plain.parameters()), plain, n_train=N, total_steps=STEPS)

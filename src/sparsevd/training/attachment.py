@@ -89,6 +89,8 @@ def attach(
             raise ArgumentError(
                 "LBFGS takes several looks per step, each with other noise; attach to Adam, AdamW or SGD"
             )
+        if any(group.get("maximize") for group in each.param_groups):
+            raise ArgumentError("maximize=True would maximise the KL too; minimise the negative of what it maximises")
     judge = None
     if budget is not None:
         if not isinstance(budget, Budget):
