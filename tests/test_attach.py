@@ -473,6 +473,15 @@ def test_optimizers_that_cannot_be_attached_to():
         sparsevd.attach(torch.optim.SGD(plain.parameters()), plain, n_train=N, total_steps=STEPS)
 
 
+def test_attaching_twice_would_count_the_kl_twice():
+    model, optimizer, schedule = attached()
+    with pytest.raises(ArgumentError, match="attached already"):
+        sparsevd.attach(optimizer, model, n_train=N, total_steps=STEPS)
+    schedule.detach()
+    sparsevd.attach(optimizer, model, n_train=N, total_steps=STEPS)
+    attached(model=model)  # another optimizer of the same network
+
+
 def test_more_steps_than_were_said():
     model, optimizer, schedule = attached()
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)

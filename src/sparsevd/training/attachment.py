@@ -8,6 +8,7 @@ closure is wrapped.
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,9 @@ def _steps(total: int | None, epochs: int | None, per_epoch: int | None) -> tupl
     return total, per_epoch or max(1, math.ceil(total / (epochs or PARTS)))
 
 
+_attached: "weakref.WeakSet[Attached]" = weakref.WeakSet()  # and not detached
+
+
 class Attached(Schedule):
     """The schedule of a run whose steps it counts itself."""
 
@@ -136,6 +140,7 @@ class Attached(Schedule):
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], total_steps: int, steps_per_epoch: int) -> None:
         """Check that the optimizers have what it needs, and hook it to their steps."""
+        self._refuse_another(optimizers)
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self._optimizers = list(optimizers)
         self._bounds = {each: BoundStep(each, self.posteriors) for each in optimizers}
@@ -156,6 +161,18 @@ class Attached(Schedule):
             self._handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
         if self.steering is not None:
             self._handles.append(self._model.register_forward_pre_hook(_Hook(self._switch_noise)))
+        _attached.add(self)
+
+    def _refuse_another(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        layers = {each.layer for each in self.posteriors}
+        for other in _attached:
+            if any(each in optimizers for each in other._optimizers) and any(
+                each.layer in layers for each in other.posteriors
+            ):
+                raise ArgumentError(
+                    "this optimizer and network are attached already, and the KL would count twice: call detach() of "
+                    "what the first attach returned, or make a new optimizer"
+                )
 
     @property
     def progress(self) -> float:
@@ -167,6 +184,7 @@ class Attached(Schedule):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        _attached.discard(self)
 
     # At the optimizer's step.
 
