@@ -432,9 +432,9 @@ def _make_noise_differ() -> None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     mine = torch.get_rng_state().to(torch.int64)
-    fingerprint = (mine * torch.arange(1, len(mine) + 1)).sum().view(1)
-    theirs = [torch.zeros_like(fingerprint) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, fingerprint)
+    fingerprint = int((mine * torch.arange(1, len(mine) + 1)).sum())
+    theirs = [0] * dist.get_world_size()
+    dist.all_gather_object(theirs, fingerprint)  # on the device that the backend takes: NCCL has none on the CPU
     rank = dist.get_rank()
-    if any(int(each) == int(fingerprint) for each in theirs[:rank]):
+    if fingerprint in theirs[:rank]:
         torch.manual_seed((torch.initial_seed() + 1_000_003 * rank) % 2**63)
