@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -81,8 +82,8 @@ def attach(
     found, bare = bare_optimizers(optimizer), bare_model(model)
     required_posteriors(bare)  # says so if there are none
     total, per_epoch = _steps(total_steps, epochs, steps_per_epoch)
-    if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
-        raise ArgumentError(f"n_train={n_train!r} must be the number of examples in the training set")
+    if not _counts(n_train):
+        raise ArgumentError(f"n_train={n_train!r} must be the number of examples in the training set, an integer")
     for each in found:
         if isinstance(each, BoundAdam):
             raise ArgumentError("BoundAdam adds the KL by itself; attach to a torch.optim.AdamW, which goes as fast")
@@ -106,15 +107,20 @@ def attach(
             with cut_at(bare, math.inf):  # the network as it was before it had noise
                 judge = budget.judge(bare, val, loss, forward, strict=True)
     config = replace(config or FitConfig(), contract=False)
-    schedule = Attached(bare, config, n_train, budget, judge)
-    schedule.begin(found, total, per_epoch)
+    schedule = Attached(bare, config, int(n_train), budget, judge)
+    schedule.begin(found, int(total), int(per_epoch))
     return schedule
+
+
+def _counts(value: object) -> bool:
+    """Whether it is a positive integer, of Python's or numpy's kind."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 def _steps(total: int | None, epochs: int | None, per_epoch: int | None) -> tuple[int, int]:
     """The steps of the run, and those after which weights may go."""
     for name, value in {"total_steps": total, "epochs": epochs, "steps_per_epoch": per_epoch}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not _counts(value):
             raise ArgumentError(f"{name}={value!r} must be a positive integer")
     if total is None:
         if epochs is None or per_epoch is None:
