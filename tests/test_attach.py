@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -448,6 +449,8 @@ def test_adamw_decays_nothing_that_has_a_posterior():
         ({"total_steps": 0}, "positive integer"),
         ({"total_steps": 7, "epochs": 2, "steps_per_epoch": 3}, "is not epochs"),
         ({"total_steps": 7, "n_train": 0}, "number of examples"),
+        ({"total_steps": 7, "n_train": 50.0}, "an integer"),
+        ({"total_steps": True}, "positive integer"),
         ({"total_steps": 7, "budget": 0.9}, "must be a sparsevd.Budget"),
         ({"total_steps": 7, "budget": sparsevd.Budget(max_error_increase=1)}, "give val="),
     ],
@@ -459,15 +462,35 @@ def test_bad_arguments(options, words):
         sparsevd.attach(optimizer, model, **{"n_train": N} | options)
 
 
+def test_counts_of_numpy_are_integers_too():
+    model = network()
+    optimizer = torch.optim.SGD(sparsevd.parameter_groups(model, RATE))
+    count = np.int64(7)
+    schedule = sparsevd.attach(optimizer, model, n_train=count, epochs=count, steps_per_epoch=count)
+    assert {type(each) for each in (schedule.n_train, schedule.total_steps, schedule.steps_per_epoch)} == {int}
+
+
 def test_optimizers_that_cannot_be_attached_to():
     model = network()
     with pytest.raises(ArgumentError, match="BoundAdam adds the KL by itself"):
         sparsevd.attach(BoundAdam(model, RATE), model, n_train=N, total_steps=STEPS)
     with pytest.raises(ArgumentError, match="must be a torch.optim.Optimizer"):
         sparsevd.attach("adam", model, n_train=N, total_steps=STEPS)
+    uphill = torch.optim.SGD(sparsevd.parameter_groups(model, RATE), maximize=True)
+    with pytest.raises(ArgumentError, match="would maximise the KL too"):
+        sparsevd.attach(uphill, model, n_train=N, total_steps=STEPS)
     plain = nn.Linear(3, 2)
     with pytest.raises(sparsevd.SparseVDError, match="call sparsevd.sparsify first"):
         sparsevd.attach(torch.optim.SGD(plain.parameters()), plain, n_train=N, total_steps=STEPS)
+
+
+def test_attaching_twice_would_count_the_kl_twice():
+    model, optimizer, schedule = attached()
+    with pytest.raises(ArgumentError, match="attached already"):
+        sparsevd.attach(optimizer, model, n_train=N, total_steps=STEPS)
+    schedule.detach()
+    sparsevd.attach(optimizer, model, n_train=N, total_steps=STEPS)
+    attached(model=model)  # another optimizer of the same network
 
 
 def test_more_steps_than_were_said():

@@ -17,6 +17,7 @@ from loops import RATE, STEPS, N, assert_same, differ, formula, network
 from on_two_processes import DROPPING
 from sparsevd.errors import ArgumentError
 from sparsevd.posterior import posteriors
+from sparsevd.training.attachment import _make_noise_differ
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch cannot run on several processes")
 KINDS = ("ddp", "fsdp")
@@ -99,6 +100,26 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(folder, kind, tmp_path):
     sparsevd.save(pruned, tmp_path / "net.spvd", example=x)
     again = sparsevd.load(tmp_path / "net.spvd")
     torch.testing.assert_close(again(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_processes_compare_their_noise_without_tensors_of_the_cpu(same, monkeypatch):
+    """A group of NCCL takes none; torch itself puts objects on the device that the group takes."""
+
+    def gather(found, mine):
+        found[:] = [mine if same else mine + 1, mine]
+
+    def refuse(*_, **__):
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "all_gather", refuse)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    _make_noise_differ()
+    assert torch.equal(torch.get_rng_state(), before) != same
 
 
 def test_a_spread_network_says_what_to_do(monkeypatch):

@@ -528,6 +528,15 @@ def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
     assert all(tensor.isfinite().all() for tensor in checkpoint.model.values())
 
 
+def test_without_a_folder_nobody_says_that_no_epoch_was_finished():
+    losses = iter([1.0] * 25 + [math.nan] * 100)
+    config = dataclasses.replace(FEW, drop_from=1.0)
+    with pytest.raises(DivergenceError, match="epoch 3.*no checkpoint, since run_dir= was not given"):
+        sparsevd.fit(
+            network(), problem(), None, config, loss=lambda *pair: F.cross_entropy(*pair) * next(losses), progress=False
+        )
+
+
 def test_infinite_gradient_of_a_finite_loss_stops():
     model = network()
 

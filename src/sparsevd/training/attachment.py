@@ -8,8 +8,10 @@ closure is wrapped.
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -80,8 +82,8 @@ def attach(
     found, bare = bare_optimizers(optimizer), bare_model(model)
     required_posteriors(bare)  # says so if there are none
     total, per_epoch = _steps(total_steps, epochs, steps_per_epoch)
-    if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
-        raise ArgumentError(f"n_train={n_train!r} must be the number of examples in the training set")
+    if not _counts(n_train):
+        raise ArgumentError(f"n_train={n_train!r} must be the number of examples in the training set, an integer")
     for each in found:
         if isinstance(each, BoundAdam):
             raise ArgumentError("BoundAdam adds the KL by itself; attach to a torch.optim.AdamW, which goes as fast")
@@ -89,6 +91,8 @@ def attach(
             raise ArgumentError(
                 "LBFGS takes several looks per step, each with other noise; attach to Adam, AdamW or SGD"
             )
+        if any(group.get("maximize") for group in each.param_groups):
+            raise ArgumentError("maximize=True would maximise the KL too; minimise the negative of what it maximises")
     judge = None
     if budget is not None:
         if not isinstance(budget, Budget):
@@ -103,15 +107,20 @@ def attach(
             with cut_at(bare, math.inf):  # the network as it was before it had noise
                 judge = budget.judge(bare, val, loss, forward, strict=True)
     config = replace(config or FitConfig(), contract=False)
-    schedule = Attached(bare, config, n_train, budget, judge)
-    schedule.begin(found, total, per_epoch)
+    schedule = Attached(bare, config, int(n_train), budget, judge)
+    schedule.begin(found, int(total), int(per_epoch))
     return schedule
+
+
+def _counts(value: object) -> bool:
+    """Whether it is a positive integer, of Python's or numpy's kind."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 def _steps(total: int | None, epochs: int | None, per_epoch: int | None) -> tuple[int, int]:
     """The steps of the run, and those after which weights may go."""
     for name, value in {"total_steps": total, "epochs": epochs, "steps_per_epoch": per_epoch}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not _counts(value):
             raise ArgumentError(f"{name}={value!r} must be a positive integer")
     if total is None:
         if epochs is None or per_epoch is None:
@@ -124,6 +133,9 @@ def _steps(total: int | None, epochs: int | None, per_epoch: int | None) -> tupl
     return total, per_epoch or max(1, math.ceil(total / (epochs or PARTS)))
 
 
+_attached: "weakref.WeakSet[Attached]" = weakref.WeakSet()  # and not detached
+
+
 class Attached(Schedule):
     """The schedule of a run whose steps it counts itself."""
 
@@ -134,6 +146,7 @@ class Attached(Schedule):
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer], total_steps: int, steps_per_epoch: int) -> None:
         """Check that the optimizers have what it needs, and hook it to their steps."""
+        self._refuse_another(optimizers)
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self._optimizers = list(optimizers)
         self._bounds = {each: BoundStep(each, self.posteriors) for each in optimizers}
@@ -142,8 +155,8 @@ class Attached(Schedule):
         self._skipped: set[torch.optim.Optimizer] = set()
         self._stale = True  # the zeros must be looked for
         self._masks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._pairs = self._noise_and_weights()
-        self._check_decay()
+        self._groups = 0
+        self._look_at_groups()
         on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         choose_variance(self.posteriors, self.config.variance_dtype, on_cpu and multiplies_bfloat16())
         _make_noise_differ()
@@ -154,6 +167,18 @@ class Attached(Schedule):
             self._handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
         if self.steering is not None:
             self._handles.append(self._model.register_forward_pre_hook(_Hook(self._switch_noise)))
+        _attached.add(self)
+
+    def _refuse_another(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        layers = {each.layer for each in self.posteriors}
+        for other in _attached:
+            if any(each in optimizers for each in other._optimizers) and any(
+                each.layer in layers for each in other.posteriors
+            ):
+                raise ArgumentError(
+                    "this optimizer and network are attached already, and the KL would count twice: call detach() of "
+                    "what the first attach returned, or make a new optimizer"
+                )
 
     @property
     def progress(self) -> float:
@@ -165,6 +190,7 @@ class Attached(Schedule):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        _attached.discard(self)
 
     # At the optimizer's step.
 
@@ -190,6 +216,7 @@ class Attached(Schedule):
         if idle or bound.overflows:
             self._skipped.add(optimizer)
             return
+        self._look_at_groups()
         if self._stale:
             self._look_for_zeros()
         if self.steps == self.total_steps and self._counts[optimizer] == self.steps:
@@ -288,7 +315,14 @@ class Attached(Schedule):
                 raise ArgumentError(f"{each.name} is not in the other network; give a copy of the one that is trained")
             theirs[each.name].drop(~each.alive())
 
-    # What is checked at the start.
+    # What is checked at the start, and when an optimizer has got new groups.
+
+    def _look_at_groups(self) -> None:
+        count = sum(len(each.param_groups) for each in self._optimizers)
+        if count != self._groups:
+            self._pairs = self._noise_and_weights()
+            self._check_decay()
+            self._groups = count
 
     def _noise_and_weights(self) -> list[tuple[Tensor, Tensor | None]]:
         """A log σ² of each of its groups, with a weight from the group whose rate it follows."""
@@ -404,9 +438,9 @@ def _make_noise_differ() -> None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     mine = torch.get_rng_state().to(torch.int64)
-    fingerprint = (mine * torch.arange(1, len(mine) + 1)).sum().view(1)
-    theirs = [torch.zeros_like(fingerprint) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, fingerprint)
+    fingerprint = int((mine * torch.arange(1, len(mine) + 1)).sum())
+    theirs = [0] * dist.get_world_size()
+    dist.all_gather_object(theirs, fingerprint)  # on the device that the backend takes: NCCL has none on the CPU
     rank = dist.get_rank()
-    if any(int(each) == int(fingerprint) for each in theirs[:rank]):
+    if fingerprint in theirs[:rank]:
         torch.manual_seed((torch.initial_seed() + 1_000_003 * rank) % 2**63)

@@ -81,7 +81,9 @@ class TrainingFolder:
             raise CheckpointError(f"{self.path} already holds a run; resume it, or remove it first")
 
     def last_good(self) -> str:
-        if self.path and (self.path / CHECKPOINT).exists():
+        if self.path is None:
+            return "There is no checkpoint, since run_dir= was not given."
+        if (self.path / CHECKPOINT).exists():
             return f"The last good state is in {self.path / CHECKPOINT}."
         return "No epoch was finished, so there is no checkpoint."
 

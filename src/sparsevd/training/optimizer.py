@@ -68,14 +68,16 @@ class BoundStep:
         uses = Counter(p for each in posteriors for p in (each.theta, each.log_sigma2))
         self._shared = {p for p, count in uses.items() if count > 1}  # their KL has several terms
         self._places: dict[Tensor, int | None] = {}
+        self._groups = 0  # how many there were when the places were found
 
     def group_of(self, parameter: Tensor) -> Group | None:
-        """Where the optimizer has this parameter. Contraction exchanges parameters, and the optimizer's own
-        load_state_dict its groups, so it is asked for each time."""
-        if parameter not in self._places:
+        """Where the optimizer has this parameter. Contraction exchanges parameters, the optimizer's own load_state_dict
+        its groups, and add_param_group brings new ones, so it is asked for each time."""
+        if parameter not in self._places or self._groups != len(self._optimizer.param_groups):
+            self._groups = len(self._optimizer.param_groups)
             groups = enumerate(self._optimizer.param_groups)
             found = {p: place for place, group in groups for p in group["params"]}
-            self._places |= found | {parameter: found.get(parameter)}
+            self._places = {p: found.get(p) for p in {*self._places, *found, parameter}}
         place = self._places[parameter]
         return None if place is None else self._optimizer.param_groups[place]
 
@@ -117,7 +119,13 @@ class BoundStep:
             and (first["betas"], first["eps"]) == (second["betas"], second["eps"])
             and _is_plain(first)
             and _is_plain(second)
+            and len({self._steps_of(p) for p in pair}) == 1  # the kernel corrects both for the same number
         )
+
+    def _steps_of(self, parameter: Tensor) -> float:
+        """How many steps Adam has taken with it: fewer than with others, if it was frozen for a time."""
+        state = self._optimizer.state.get(parameter)
+        return float(state["step"]) if state else 0.0
 
     def _step_in_c(self, pair: Pair, groups: Sequence[Group | None], kl_weight: float) -> None:
         tensors, steps = [], []
