@@ -16,7 +16,7 @@ import by_hand
 import loops
 import sparsevd
 from loops import CONFIG, OPTIMIZERS, RATE, STEPS, N, assert_same, batch, differ, falling, formula, network, weights
-from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.posterior import posteriors
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
 from sparsevd.training.optimizer import BoundAdam
@@ -332,7 +332,7 @@ def test_weights_that_are_loaded_after_attach_bring_their_zeros():
 
 def test_the_state_is_checked():
     _, _, schedule = dropping()
-    with pytest.raises(CheckpointError, match="no 3 numbers"):
+    with pytest.raises(CheckpointError, match="no 4 numbers"):
         schedule.load_state_dict({})
     state = schedule.state_dict()
     with pytest.raises(CheckpointError, match="no tensor of weights"):
@@ -342,6 +342,46 @@ def test_the_state_is_checked():
     longer = sparsevd.attach(optimizer, model, n_train=N, total_steps=2 * STEPS, config=DROPPING)
     with pytest.warns(SparseVDWarning, match="was to have 20 steps and now has 40"):
         longer.load_state_dict(state)
+
+
+def test_a_state_of_another_network_is_refused():
+    _, _, schedule = attached()
+    state = schedule.state_dict()
+    model = sparsevd.sparsify(nn.Linear(12, 3))
+    with pytest.raises(CheckpointError, match="of another network"):
+        attached(model=model)[2].load_state_dict(state)
+
+
+def test_a_schedule_that_was_not_loaded_is_missed():
+    model, optimizer, _ = attached()
+    trained(model, optimizer, steps=range(5))
+    again, theirs, _ = attached()
+    again.load_state_dict(model.state_dict())
+    theirs.load_state_dict(optimizer.state_dict())
+    with pytest.warns(SparseVDWarning, match="load the state of the schedule too"):
+        trained(again, theirs, steps=[5])
+
+
+def test_numbers_that_are_none_end_the_run():
+    model, optimizer, _ = dropping()
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    with pytest.raises(DivergenceError, match="0.weight or its log σ² is not finite"):
+        trained(model, optimizer)
+
+
+def test_batches_taken_for_examples():
+    model = network()
+    optimizer = torch.optim.SGD(sparsevd.parameter_groups(model, RATE))
+    with pytest.warns(SparseVDWarning, match="counts examples, not batches"):
+        sparsevd.attach(optimizer, model, n_train=30, epochs=2, steps_per_epoch=30)
+
+
+def test_the_report_says_how_far_the_run_is():
+    model, optimizer, schedule = attached()
+    trained(model, optimizer, steps=range(5))
+    assert schedule.report()["progress"] == 0.25
+    assert schedule.report()["beta"] == 0.5
 
 
 def test_a_moving_average_takes_over_the_zeros():
@@ -466,7 +506,7 @@ def test_counts_of_numpy_are_integers_too():
     model = network()
     optimizer = torch.optim.SGD(sparsevd.parameter_groups(model, RATE))
     count = np.int64(7)
-    schedule = sparsevd.attach(optimizer, model, n_train=count, epochs=count, steps_per_epoch=count)
+    schedule = sparsevd.attach(optimizer, model, n_train=9 * count, epochs=count, steps_per_epoch=count)
     assert {type(each) for each in (schedule.n_train, schedule.total_steps, schedule.steps_per_epoch)} == {int}
 
 
@@ -474,7 +514,7 @@ def test_optimizers_that_cannot_be_attached_to():
     model = network()
     with pytest.raises(ArgumentError, match="BoundAdam adds the KL by itself"):
         sparsevd.attach(BoundAdam(model, RATE), model, n_train=N, total_steps=STEPS)
-    with pytest.raises(ArgumentError, match="must be a torch.optim.Optimizer"):
+    with pytest.raises(ArgumentError, match="must be a torch.optim.Optimizer, or a list of them, not a str"):
         sparsevd.attach("adam", model, n_train=N, total_steps=STEPS)
     uphill = torch.optim.SGD(sparsevd.parameter_groups(model, RATE), maximize=True)
     with pytest.raises(ArgumentError, match="would maximise the KL too"):

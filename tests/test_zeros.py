@@ -100,6 +100,20 @@ def test_what_is_no_optimizer():
         sparsevd.keep_zeros([], network())
 
 
+def test_a_network_that_is_loaded_brings_its_zeros():
+    pruned, net = halved(network()), network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sparsevd.keep_zeros(optimizer, net)
+    net.load_state_dict(pruned.state_dict())
+    steps(net, optimizer)
+    assert all((zeros(net)[key] == mask).all() for key, mask in zeros(pruned).items())
+
+
+def test_an_optimizer_of_another_network():
+    with pytest.raises(ArgumentError, match="no parameter of this network"):
+        sparsevd.keep_zeros(torch.optim.SGD(network().parameters()), halved(network()))
+
+
 def test_fit_dense_keeps_them_by_itself(capsys):
     net = halved(network())
     before = zeros(net)

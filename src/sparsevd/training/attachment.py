@@ -9,7 +9,8 @@ closure is wrapped.
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import required_posteriors
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
@@ -28,10 +29,12 @@ from sparsevd.training.budget import Budget, cut_at
 from sparsevd.training.data import Data
 from sparsevd.training.evaluation import Loss
 from sparsevd.training.inputs import Forward, call
+from sparsevd.training.judge import Judge
+from sparsevd.training.noise_rates import NoiseRates
 from sparsevd.training.optimizer import BoundAdam, BoundStep
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.schedule import Schedule, choose_variance
-from sparsevd.training.wrappers import bare_model, bare_optimizers
+from sparsevd.training.wrappers import Hook, bare_model, bare_optimizers
 
 # Where the length of an epoch is not given, the run is cut into so many parts, after each of which weights may go.
 PARTS = 20
@@ -84,6 +87,13 @@ def attach(
     total, per_epoch = _steps(total_steps, epochs, steps_per_epoch)
     if not _counts(n_train):
         raise ArgumentError(f"n_train={n_train!r} must be the number of examples in the training set, an integer")
+    if steps_per_epoch is not None and steps_per_epoch > 1 and n_train <= steps_per_epoch:
+        warnings.warn(
+            f"n_train={n_train} with {steps_per_epoch} steps per epoch is a batch of one or less: n_train counts "
+            "examples, not batches. Too small a number makes the KL too heavy, and too many weights go",
+            SparseVDWarning,
+            stacklevel=2,
+        )
     for each in found:
         if isinstance(each, BoundAdam):
             raise ArgumentError("BoundAdam adds the KL by itself; attach to a torch.optim.AdamW, which goes as fast")
@@ -107,9 +117,7 @@ def attach(
             with cut_at(bare, math.inf):  # the network as it was before it had noise
                 judge = budget.judge(bare, val, loss, forward, strict=True)
     config = replace(config or FitConfig(), contract=False)
-    schedule = Attached(bare, config, int(n_train), budget, judge)
-    schedule.begin(found, int(total), int(per_epoch))
-    return schedule
+    return Attached(found, bare, config, int(n_train), budget, judge, int(total), int(per_epoch))
 
 
 def _counts(value: object) -> bool:
@@ -139,40 +147,53 @@ _attached: "weakref.WeakSet[Attached]" = weakref.WeakSet()  # and not detached
 class Attached(Schedule):
     """The schedule of a run whose steps it counts itself."""
 
-    steps: int = 0  # of the optimizer; of the one with the most, where there are several
-    total_steps: int = 1
-    steps_per_epoch: int = 1
-    ended: str = ""  # what a budget says at the end
-
-    def begin(self, optimizers: Sequence[torch.optim.Optimizer], total_steps: int, steps_per_epoch: int) -> None:
-        """Check that the optimizers have what it needs, and hook it to their steps."""
-        self._refuse_another(optimizers)
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        model: nn.Module,
+        config: FitConfig,
+        n_train: int,
+        budget: Budget | None,
+        judge: Judge | None,
+        total_steps: int,
+        steps_per_epoch: int,
+    ):
+        super().__init__(model, config, n_train, budget, judge)
+        self.steps = 0  # of the optimizer; of the one with the most, where there are several
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+        self.ended = ""  # what a budget says at the end
         self._optimizers = list(optimizers)
+        self._refuse_another()
         self._bounds = {each: BoundStep(each, self.posteriors) for each in optimizers}
+        self._rates = NoiseRates(self._optimizers, list(self._bounds.values()), self.posteriors)
         self._counts = dict.fromkeys(optimizers, 0)
-        self._rates: dict[torch.optim.Optimizer, list[Any]] = {}  # those of the loop, while a budget changes them
         self._skipped: set[torch.optim.Optimizer] = set()
+        self._begun = False
         self._stale = True  # the zeros must be looked for
         self._masks: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._groups = 0
-        self._look_at_groups()
-        on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
-        choose_variance(self.posteriors, self.config.variance_dtype, on_cpu and multiplies_bfloat16())
+        # With a budget: the rates of the loop, while others hold, and the highest one there was.
+        self._put_aside: dict[torch.optim.Optimizer, list[Any]] = {}
+        self._highest = 0.0
+        on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        choose_variance(self.posteriors, config.variance_dtype, on_cpu and multiplies_bfloat16())
         _make_noise_differ()
-        self._handles: list[Any] = [
-            self._model.register_load_state_dict_post_hook(_Hook(self._loaded))  # type: ignore[no-untyped-call]
-        ]
-        for each in optimizers:
-            self._handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
-        if self.steering is not None:
-            self._handles.append(self._model.register_forward_pre_hook(_Hook(self._switch_noise)))
+        self._handles = self._hooks()
         _attached.add(self)
 
-    def _refuse_another(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _hooks(self) -> list[Any]:
+        handles: list[Any] = [
+            self._model.register_load_state_dict_post_hook(Hook(self._loaded))  # type: ignore[no-untyped-call]
+        ]
+        for each in self._optimizers:
+            handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
+        if self.steering is not None:
+            handles.append(self._model.register_forward_pre_hook(Hook(self._switch_noise)))
+        return handles
+
+    def _refuse_another(self) -> None:
         layers = {each.layer for each in self.posteriors}
         for other in _attached:
-            if any(each in optimizers for each in other._optimizers) and any(
+            if any(each in self._optimizers for each in other._optimizers) and any(
                 each.layer in layers for each in other.posteriors
             ):
                 raise ArgumentError(
@@ -184,6 +205,10 @@ class Attached(Schedule):
     def progress(self) -> float:
         """The part of the run that is over, from 0 to 1."""
         return min(1.0, self.steps / self.total_steps)
+
+    def report(self) -> dict[str, float]:
+        """What is left now, and how far the run is: its progress, and the weight β of the KL."""
+        return super().report() | {"progress": self.progress, "beta": self.beta(self.progress)}
 
     def detach(self) -> None:
         """Leave the loop alone; the network stays as it is."""
@@ -216,9 +241,11 @@ class Attached(Schedule):
         if idle or bound.overflows:
             self._skipped.add(optimizer)
             return
-        self._look_at_groups()
+        self._rates.look()
         if self._stale:
             self._look_for_zeros()
+        if not self._begun:
+            self._warn_of_a_lost_state(optimizer)
         if self.steps == self.total_steps and self._counts[optimizer] == self.steps:
             warnings.warn(
                 f"the run was to have {self.total_steps:,} steps and goes on: the weight of the KL stays, nothing more "
@@ -230,11 +257,10 @@ class Attached(Schedule):
         done = self.steps if self._counts[optimizer] == self.steps else self.steps - 1
         phase = self.at(min(1.0, done / self.total_steps))
         if phase.rate_factor != 1:
-            self._rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
+            self._put_aside[optimizer] = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * phase.rate_factor
-        for noise, theta in self._pairs:
-            self._set_rate(noise, theta, phase.noise_ratio)
+        self._rates.set(phase.noise_ratio)
         bound.join(phase.kl_weight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -243,7 +269,7 @@ class Attached(Schedule):
         if optimizer in self._skipped:
             self._skipped.discard(optimizer)
             return
-        for group, rate in zip(optimizer.param_groups, self._rates.pop(optimizer, []), strict=False):
+        for group, rate in zip(optimizer.param_groups, self._put_aside.pop(optimizer, []), strict=False):
             group["lr"] = rate
         self.keep_zeros()
         self._counts[optimizer] += 1
@@ -255,17 +281,38 @@ class Attached(Schedule):
         if self.steering is not None:
             self._follow_budget(optimizer)
         elif self.steps % self.steps_per_epoch == 0:
+            self._check_numbers()
             _make_noise_differ()
             if self.drops_at(self.progress):
                 self.drop(self.progress)
                 self._stale = True
+
+    def _warn_of_a_lost_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """A run that goes on from a checkpoint, but for its schedule, would begin with a KL of no weight again."""
+        self._begun = True
+        if self.steps == 0 and any(optimizer.state.values()):
+            warnings.warn(
+                "the optimizer has taken steps before, and the schedule begins at 0: if this run goes on from a "
+                "checkpoint, load the state of the schedule too (its state_dict and load_state_dict)",
+                SparseVDWarning,
+                stacklevel=5,
+            )
+
+    def _check_numbers(self) -> None:
+        """NaN compares false with every threshold, and would look like sparsity."""
+        for each in self.posteriors:
+            if not (local(each.theta).isfinite().all() and local(each.log_sigma2).isfinite().all()):
+                raise DivergenceError(
+                    f"training diverged before step {self.steps:,}: {each.name} or its log σ² is not finite. Go back "
+                    "to the last checkpoint, with a lower rate; or look for NaN in the data"
+                )
 
     def _follow_budget(self, optimizer: torch.optim.Optimizer) -> None:
         """Its looks evaluate the network, after which it is as the loop had it."""
         assert self.steering is not None
         modes = {module: module.training for module in self._model.modules()}
         first = optimizer.param_groups[0]
-        self._highest = max(getattr(self, "_highest", 0.0), float(first["lr"]))
+        self._highest = max(self._highest, float(first["lr"]))
         if self.steering.wants_to_look(self.progress):
             self.steering.look(self.progress, float(first["lr"]) / (self._highest or 1.0), optimizer)
             self._stale = True
@@ -309,101 +356,36 @@ class Attached(Schedule):
 
         An average of weights that were dropped lies between what they were and zero: call this before `prune(average)`.
         """
-        theirs = {each.name: each for each in required_posteriors(bare_model(_averaged(other)))}
+        theirs = {each.name.removeprefix("module."): each for each in required_posteriors(bare_model(other))}
         for each in self.posteriors:
             if each.name not in theirs:
                 raise ArgumentError(f"{each.name} is not in the other network; give a copy of the one that is trained")
             theirs[each.name].drop(~each.alive())
 
-    # What is checked at the start, and when an optimizer has got new groups.
-
-    def _look_at_groups(self) -> None:
-        count = sum(len(each.param_groups) for each in self._optimizers)
-        if count != self._groups:
-            self._pairs = self._noise_and_weights()
-            self._check_decay()
-            self._groups = count
-
-    def _noise_and_weights(self) -> list[tuple[Tensor, Tensor | None]]:
-        """A log σ² of each of its groups, with a weight from the group whose rate it follows."""
-        pairs: dict[int, tuple[Tensor, Tensor | None]] = {}
-        noise = {each.log_sigma2 for each in self.posteriors}
-        for each in self.posteriors:
-            name = each.noise_beside(each.name)
-            mine, theirs = self._group(each.log_sigma2, name), self._group(each.theta, each.name)
-            if mine is None:
-                continue
-            if any(p not in noise for p in mine["params"]):
-                raise ArgumentError(
-                    f"{name} shares a group with other parameters, but log σ² learns at a rate of its own: make the "
-                    "optimizer by torch.optim.AdamW(sparsevd.parameter_groups(model, lr=…))"
-                )
-            theta = each.theta if theirs is not None else None
-            first = pairs.setdefault(id(mine), (each.log_sigma2, theta))[1]
-            if (None if first is None else self._group(first)) is not theirs:
-                raise ArgumentError(
-                    f"the weights of one group of log σ² are in several groups ({each.name} is in another one than "
-                    "those before it), which may have different rates: give each of these its own group of log σ²"
-                )
-        return list(pairs.values())
-
-    def _group(self, parameter: Tensor, name: str = "") -> dict[str, Any] | None:
-        found = [group for bound in self._bounds.values() if (group := bound.group_of(parameter)) is not None]
-        if len(found) > 1:
-            raise ArgumentError(f"{name} is in {len(found)} of the optimizers; one should train it")
-        if not found and parameter.requires_grad:
-            raise ArgumentError(
-                f"no optimizer has {name}, so it would never learn: make the optimizer of "
-                "sparsevd.parameter_groups(model, lr=…) after the network has its final parameters (sparsify, "
-                "fully_shard), or freeze this one"
-            )
-        return found[0] if found else None
-
-    def _set_rate(self, noise: Tensor, theta: Tensor | None, ratio: float) -> None:
-        """Of a group of log σ²; where its weights are frozen, the first group's is the rate to go by."""
-        mine = self._group(noise)
-        theirs = self._group(theta) if theta is not None else self._optimizers[0].param_groups[0]
-        assert mine is not None
-        assert theirs is not None
-        rate = float(theirs["lr"]) * ratio
-        if isinstance(mine["lr"], Tensor):
-            mine["lr"].fill_(rate)
-        else:
-            mine["lr"] = rate
-
-    def _check_decay(self) -> None:
-        for each in self.posteriors:
-            for parameter, name, what in (
-                (each.theta, each.name, "pulls weights to zero that the KL would keep"),
-                (each.log_sigma2, each.noise_beside(each.name), "pulls log σ² to 0, a noise of 1"),
-            ):
-                group = self._group(parameter, name)
-                if group is not None and group.get("weight_decay"):
-                    warnings.warn(
-                        f"{name} is in a group with weight_decay={group['weight_decay']:g}: it {what}, and the KL "
-                        "takes its place. Make the groups by sparsevd.parameter_groups(model, lr=…, weight_decay=…)",
-                        SparseVDWarning,
-                        stacklevel=4,
-                    )
-                    return
-
     # What it remembers.
 
     def state_dict(self) -> dict[str, Tensor]:
-        numbers = [self.steps, self.total_steps, *self._counts.values()]
+        numbers = [self._fingerprint(), self.steps, self.total_steps, *self._counts.values()]
         return super().state_dict() | {_PROGRESS: torch.tensor(numbers, dtype=torch.int64)}
+
+    def _fingerprint(self) -> int:
+        """Of the network: what its posteriors are called, and their shapes."""
+        return zlib.crc32(repr([(each.name, tuple(each.theta.shape)) for each in self.posteriors]).encode())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = dict(state)
         numbers = state.pop(_PROGRESS, None)
-        wanted = (2 + len(self._counts),)
+        wanted = (3 + len(self._counts),)
         if not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64 or numbers.shape != wanted:
             raise CheckpointError(
                 f"the state of the schedule does not fit: it has no {wanted[0]} numbers of a run with "
                 f"{len(self._counts)} optimizer(s)"
             )
+        fingerprint, steps, total, *counts = numbers.tolist()
+        if fingerprint != self._fingerprint():
+            raise CheckpointError("the state of the schedule does not fit: it is of another network")
         super().load_state_dict(state)
-        self.steps, total, *counts = numbers.tolist()
+        self.steps = steps
         self._counts = dict(zip(self._counts, counts, strict=True))
         self._stale = True
         if total != self.total_steps:
@@ -413,24 +395,6 @@ class Attached(Schedule):
                 SparseVDWarning,
                 stacklevel=2,
             )
-
-
-class _Hook:
-    """A hook on the network that a copy of it, or a file, does not take along: the schedule is not theirs."""
-
-    def __init__(self, method: Callable[..., None] | None = None):
-        self._method = method
-
-    def __call__(self, *args: object) -> None:
-        if self._method is not None:
-            self._method(*args)
-
-    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
-        return _Hook, ()
-
-
-def _averaged(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, torch.optim.swa_utils.AveragedModel) else model
 
 
 def _make_noise_differ() -> None:

@@ -5,13 +5,14 @@ A masked gradient would not do: momentum, weight decay and Adam's own memory mov
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from sparsevd.errors import SparseVDWarning
+from sparsevd.errors import ArgumentError, SparseVDWarning
 from sparsevd.posterior.spread import local
-from sparsevd.training.wrappers import bare_optimizers
+from sparsevd.training.wrappers import Hook, bare_optimizers
 
 
 class Zeros:
@@ -44,11 +45,16 @@ class KeptZeros:
     """What `keep_zeros` returns."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module):
-        self._zeros = Zeros(model)
-        self._handles = [each.register_step_post_hook(self._after) for each in optimizers]
+        self._model, self.zeros = model, Zeros(model)
+        self._handles: list[Any] = [each.register_step_post_hook(self._after) for each in optimizers]
+        # A network that is loaded brings its own zeros.
+        self._handles.append(model.register_load_state_dict_post_hook(Hook(self._look)))  # type: ignore[no-untyped-call]
+
+    def _look(self, *_: object) -> None:
+        self.zeros = Zeros(self._model)
 
     def _after(self, *_: object) -> None:
-        self._zeros.put_back()
+        self.zeros.put_back()
 
     def detach(self) -> None:
         """From now on the zeros may learn."""
@@ -68,8 +74,12 @@ def keep_zeros(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer
         optimizer: the optimizer, or all of them, that will train the network.
         model: a plain network, such as `sparsevd.prune` gives, or with zeros from elsewhere.
     """
-    kept = KeptZeros(bare_optimizers(optimizer), model)
-    if whole := kept._zeros.whole:
+    optimizers = bare_optimizers(optimizer)
+    trained = {p for each in optimizers for group in each.param_groups for p in group["params"]}
+    if trained.isdisjoint(model.parameters()):
+        raise ArgumentError("the optimizer has no parameter of this network; give the one that trains it")
+    kept = KeptZeros(optimizers, model)
+    if whole := kept.zeros.whole:
         warnings.warn(
             f"{', '.join(whole)}: nothing but zeros, which stay; if a layer was meant to begin so, let it learn first",
             SparseVDWarning,
