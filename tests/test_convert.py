@@ -448,3 +448,11 @@ def test_the_first_noise_may_be_relative_to_the_weights():
         assert layer.log_sigma2[0, 0].item() == pytest.approx(layer.weight.square().mean().log().item() - 6, abs=1e-4)
     with pytest.raises(ArgumentError, match='must be a number or "relative"'):
         sparsevd.sparsify(net, initial_log_sigma2="small")
+
+
+def test_nan_is_not_taken_for_sparsity():
+    model = sparsevd.sparsify(nn.Linear(4, 3))
+    with torch.no_grad():
+        model.log_sigma2[0, 0] = math.nan
+    with pytest.raises(ArgumentError, match="holds NaN"):
+        sparsevd.prune(model)
