@@ -230,8 +230,8 @@ def prune(
     for posterior in required_posteriors(model):
         if not posterior.theta.is_meta and torch.isnan(posterior.log_alpha()).any():
             raise ArgumentError(
-                f"{posterior.name} or its log σ² holds NaN, which no threshold can judge: training has diverged; prune an "
-                "earlier state"
+                f"{posterior.name} or its log σ² holds NaN, which no threshold can judge: training has diverged; prune "
+                "an earlier state"
             )
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in noisy_modules(model).items():
