@@ -84,7 +84,7 @@ NETS = {
         lambda: torch.randn(8, 5, 16),
         {f"encoder.layers.{i}.self_attn{end}" for i in (0, 1) for end in ("", ".out_proj")},
     ),
-    "recurrent": (Recurrent, lambda: torch.randint(0, 20, (8, 5)), {"lstm"}),
+    "recurrent": (Recurrent, lambda: torch.randint(0, 20, (8, 5)), set()),
 }
 
 
@@ -98,8 +98,8 @@ def spread_noise(model):
     """Put log α of every layer well around the threshold, so that pruning removes about half."""
     with torch.no_grad():
         for layer in model.modules():
-            if isinstance(layer, SparseLayer):
-                layer.log_sigma2.copy_(2 * layer.weight.abs().log() + 3 + 4 * torch.randn_like(layer.weight))
+            for each in layer.posteriors() if isinstance(layer, SparseLayer) else ():
+                each.log_sigma2.copy_(2 * each.theta.abs().log() + 3 + 4 * torch.randn_like(each.theta))
     return model
 
 
@@ -279,7 +279,7 @@ def test_reasons_are_given():
             self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
             self.hooked = nn.Linear(3, 3)
             self.hooked.register_forward_hook(lambda *_: None)
-            self.lstm = nn.LSTM(3, 3, num_layers=2, dropout=0.2)
+            self.lstm = type("Peephole", (nn.LSTM,), {})(3, 3, num_layers=2, dropout=0.2)
             self.position = nn.Parameter(torch.zeros(2, 3))
             self.masked = random_unstructured(nn.Linear(3, 3), "weight", 0.5)
             self.patched = nn.Linear(3, 3)
@@ -291,7 +291,7 @@ def test_reasons_are_given():
     assert "parametrization" in skipped["normed"]
     assert "forward hooks" in skipped["hooked"]
     assert "dropout of 0.2" in skipped["lstm"]
-    assert "no Sparse VD twin for weight_ih_l0" in skipped["lstm"]
+    assert "Peephole is a subclass of LSTM" in skipped["lstm"]
     assert "position" in skipped["(model)"]
     assert "torch's pruning" in skipped["masked"]
     assert set(skipped) == {"lazy", "normed", "hooked", "lstm", "(model)", "masked", "patched"}
@@ -308,10 +308,10 @@ def test_attention_is_named_with_its_dropout():
 def test_what_stays_dense_is_warned_of_and_what_changes_is_logged(caplog):
     with (
         caplog.at_level(logging.INFO, "sparsevd"),
-        pytest.warns(SparseVDWarning, match="left dense: lstm: LSTM"),
+        pytest.warns(SparseVDWarning, match=r"left dense: encoder.layers.0.self_attn: MultiheadAttention"),
     ):
-        sparsevd.sparsify(Recurrent())
-    assert "to Sparse VD: embed, head" in caplog.text
+        sparsevd.sparsify(Encoder())
+    assert "to Sparse VD: encoder.layers.0.linear1, " in caplog.text
 
 
 def test_hooks_that_pruning_loses_are_warned_of():

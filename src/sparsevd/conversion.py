@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ def preview(
     excluded = _matches(names, exclude, "exclude")
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for module, (name, *_) in names.items():
-        for key, parameter in module.named_parameters(prefix=name, recurse=False):
+        for key, parameter in module.named_parameters(prefix=name, recurse=False, remove_duplicate=False):
             owners[parameter].append(key)
 
     replaced: list[str] = []
@@ -104,12 +104,15 @@ def preview(
                 skipped[aliases[0] or "(model)"] = reason
             elif type(module) in SPARSE_TYPES:
                 replaced += aliases
+                if getattr(module, "dropout", 0.0) and not keep_dropout:  # that of an RNN, between its layers
+                    dropout_removed += aliases
     frozen = [name for name in replaced if not any(p.requires_grad for p in _noisy_to_be(model.get_submodule(name)))]
     return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen))
 
 
 def _noisy_to_be(module: nn.Module) -> list[nn.Parameter]:
-    return [module.get_parameter(name) for name in SPARSE_TYPES[type(module)].weights]
+    weights, _ = SPARSE_TYPES[type(module)].parameter_names(module)
+    return [module.get_parameter(name) for name in weights]
 
 
 def sparsify(
@@ -123,21 +126,22 @@ def sparsify(
     initial_log_sigma2: float | Literal["relative"] = INITIAL_LOG_SIGMA2,
     variance_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The Sparse VD twin of a network: every Linear, Conv and Embedding layer gets a learned noise on each weight.
+    """The Sparse VD twin of a network: Linear, Conv, Embedding, RNN, LSTM and GRU get a learned noise on each weight.
 
         model = sparsevd.sparsify(dense)
         model = sparsevd.sparsify(dense, exclude=["head", nn.Conv1d])
 
-    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Dropout modules stay with p = 0, since
-    the noise takes their place, unless `keep_dropout`. What cannot be converted stays dense and is named, with the
-    reason, in one `SparseVDWarning`; `sparsevd.conversion.preview` takes the same arguments and only tells.
+    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Dropout modules stay with p = 0, and so do
+    RNNs with dropout between their layers, since the noise takes its place, unless `keep_dropout`. What cannot be
+    converted stays dense and is named, with the reason, in one `SparseVDWarning`; `sparsevd.conversion.preview` takes
+    the same arguments and only tells.
 
     Args:
         model: any network; it is copied unless `inplace`.
         include: convert only these: module names, which may hold wildcards as in `"encoder.*.fc?"`, or layer types.
             A name stands for everything below it.
         exclude: leave these as they are, by name or type.
-        keep_dropout: leave Dropout modules in place.
+        keep_dropout: leave dropout in place.
         inplace: change the given model instead of a copy, for models too large to have twice.
         threshold: weights of log α above it are zero in eval mode and after `prune`.
         initial_log_sigma2: log σ² of every weight at the start, or "relative": small against the weights of each layer,
@@ -166,6 +170,9 @@ def sparsify(
     logger.info("%s", conversion)
     if remarks := conversion.remarks():
         warnings.warn("\n".join(remarks), SparseVDWarning, stacklevel=2)
+    for name in conversion.dropout_removed:  # not Identity: models read p
+        module = model.get_submodule(name)
+        setattr(module, "p" if type(module) in DROPOUT_TYPES else "dropout", 0.0)
     relative = initial_log_sigma2 == "relative"
     first = INITIAL_LOG_SIGMA2 if isinstance(initial_log_sigma2, str) else initial_log_sigma2
     swaps: dict[nn.Module, NoisyModule] = {}
@@ -177,8 +184,6 @@ def sparsify(
             )
     for posterior in (each for layer in swaps.values() for each in layer.posteriors() if relative):
         posterior.quieten()
-    for name in conversion.dropout_removed:
-        cast(nn.Dropout, model.get_submodule(name)).p = 0.0  # not Identity: models read p
     model = swap(model, swaps)
     leave_fast_paths(model, lambda module: isinstance(module, NoisyModule))
     return model
@@ -234,9 +239,11 @@ def prune(
         for posterior in layer.posteriors():
             left = swaps[layer].get_parameter(posterior.weight)
             if not left.is_meta and not torch.any(left):
+                lost = f"lost every one of its {left.numel():,} weights"
                 warnings.warn(
-                    f"layer {name or '(model)'} lost every one of its {left.numel():,} weights: "
-                    "its output no longer depends on its input",
+                    f"layer {name or '(model)'} {lost}: its output no longer depends on its input"
+                    if len(layer.posteriors()) == 1
+                    else f"{posterior.weight} of layer {name or '(model)'} {lost}: nothing passes through it any more",
                     SparseVDWarning,
                     stacklevel=2,
                 )
@@ -345,11 +352,11 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
     """Why a module with weights of its own cannot be converted, or an empty string."""
     own = dict(module.named_parameters(recurse=False))
     matrices = [name for name, p in own.items() if is_lazy(p) or p.ndim >= 2]
-    parents = [plain.__name__ for plain in SPARSE_TYPES if isinstance(module, plain)]
+    parents = [plain for plain in SPARSE_TYPES if isinstance(module, plain)]
     reasons = []
     if isinstance(module, ParametrizationList):
         pass  # its owner is named
-    elif is_parametrized(module) or (parents and "weight" not in own):
+    elif is_parametrized(module) or (parents and _has_computed(module, parents[0])):
         reasons.append(f"its weight is {_COMPUTED}")
     elif type(module) in SPARSE_TYPES:
         tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
@@ -365,7 +372,7 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
         reasons.append(f"{type(module).__name__} has no weights yet; run the model once first")
     elif matrices and parents:
         reasons.append(
-            f"{type(module).__name__} is a subclass of {parents[0]}, whose weight may be read in other ways "
+            f"{type(module).__name__} is a subclass of {parents[0].__name__}, whose weight may be read in other ways "
             "(MultiheadAttention reads its out_proj.weight directly)"
         )
     elif matrices:
@@ -382,7 +389,11 @@ def _extras(module: nn.Module) -> list[str]:
         *dict(module.named_buffers(recurse=False)),
         *module._modules,
     ]
-    own = SPARSE_TYPES[type(module)]
-    return [name for name in named if name not in (*own.weights, *own.others)] + ["forward"] * (
-        "forward" in module.__dict__
-    )
+    weights, others = SPARSE_TYPES[type(module)].parameter_names(module)
+    return [name for name in named if name not in (*weights, *others)] + ["forward"] * ("forward" in module.__dict__)
+
+
+def _has_computed(module: nn.Module, parent: type[nn.Module]) -> bool:
+    """Whether what should be a weight is no parameter."""
+    weights, _ = SPARSE_TYPES[parent].parameter_names(module)
+    return any(name not in module._parameters for name in weights)

@@ -143,8 +143,12 @@ class Training:
 
 
 def weight_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose weights a method may remove: those that Sparse VD would convert."""
-    layers = {name: module for name, module in model.named_modules() if type(module) in SPARSE_TYPES}
+    """The layers whose weight a method may remove: those that Sparse VD would convert, if they have but one."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in SPARSE_TYPES and SPARSE_TYPES[type(module)].parameter_names(module)[0] == ("weight",)
+    }
     if not layers:
         raise ArgumentError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to make sparse")
     return layers

@@ -14,6 +14,14 @@ from sparsevd.layers.convolution import (
 from sparsevd.layers.embedding import SparseEmbedding, SparseEmbeddingBag
 from sparsevd.layers.layer import INITIAL_LOG_SIGMA2, SparseLayer
 from sparsevd.layers.linear import SparseLinear
+from sparsevd.layers.recurrent import (
+    SparseGRU,
+    SparseGRUCell,
+    SparseLSTM,
+    SparseLSTMCell,
+    SparseRNN,
+    SparseRNNCell,
+)
 
 # Every final class by the exact type of its plain twin.
 SPARSE_TYPES: dict[type[nn.Module], type[SparseLayer]] = {
@@ -28,6 +36,12 @@ SPARSE_TYPES: dict[type[nn.Module], type[SparseLayer]] = {
         SparseConvTranspose3d,
         SparseEmbedding,
         SparseEmbeddingBag,
+        SparseRNN,
+        SparseLSTM,
+        SparseGRU,
+        SparseRNNCell,
+        SparseLSTMCell,
+        SparseGRUCell,
     )
 }
 

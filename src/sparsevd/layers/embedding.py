@@ -1,6 +1,6 @@
 """Embeddings: the noise is drawn for each token that is looked up, so a token twice in a text has two samples."""
 
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ class SparseTable(SparseLayer):
     others = ()
     unit_axis = 1  # the rows are tokens
 
+    weight: Tensor
+    log_sigma2: Tensor
     padding_idx: int | None
     scale_grad_by_freq: bool
 
@@ -28,9 +30,6 @@ class SparseTable(SparseLayer):
         if padding is not None and not weight.is_meta and bool(weight[cast(int, padding)].any()):
             return "its vector for padding is not zero, and the KL would move it; set that row to zero, or exclude it"
         return ""
-
-    def arguments(self) -> dict[str, Any]:
-        return {"device": "meta"}
 
     def sampled(self, tokens: Tensor) -> Tensor:
         """θ + σ·ε of the row of each token; the row for padding has no noise."""

@@ -1,8 +1,9 @@
 """What all Sparse VD layers share: a torch layer whose weights each carry a learned Gaussian noise.
 
 A layer is built from its plain torch twin and takes over its parameters as they are: `weight` is θ, `bias` stays a
-plain parameter without noise, and `log_sigma2` (log σ², float32) is new. In training the output is sampled; in eval
-mode it is the twin's output with every weight of log α > threshold put to zero. `plain()` gives that twin.
+plain parameter without noise, and `log_sigma2` (log σ², float32) is new; a layer with several weights has a log σ² for
+each. In training the output is sampled; in eval mode it is the twin's output with every weight of log α > threshold put
+to zero. `plain()` gives that twin.
 """
 
 import copy
@@ -24,13 +25,9 @@ class SparseLayer(NoisyModule):
 
     plain_type: ClassVar[type[nn.Module]]
     options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
-    weights: ClassVar[tuple[str, ...]] = ("weight",)  # parameters that carry noise ...
-    others: ClassVar[tuple[str, ...]] = ("bias",)  # ... and those that do not
+    weights: tuple[str, ...] = ("weight",)  # parameters that carry noise ...
+    others: tuple[str, ...] = ("bias",)  # ... and those that do not
     unit_axis: ClassVar[int] = 0  # of the weights; the inputs are at the other of the first two
-
-    weight: Tensor
-    bias: Tensor | None
-    log_sigma2: Tensor
 
     def __init__(
         self,
@@ -43,8 +40,9 @@ class SparseLayer(NoisyModule):
         super().__init__()
         for option in self.options:
             setattr(self, option, getattr(twin, option))
-        for name in (*self.weights, *self.others):
-            self.register_parameter(name, cast(nn.Parameter | None, getattr(twin, name)))
+        self.weights, self.others = self.parameter_names(twin)
+        for name in (name for name in twin._parameters if name in (*self.weights, *self.others)):  # in the twin's order
+            self.register_parameter(name, twin._parameters[name])
         self.threshold = checked_threshold(threshold)
         self.initial_log_sigma2 = initial_log_sigma2
         # Of A² and σ² in δ = A²·σ²; None: that of log σ², or where it is faster and `fit` found the CPU fit for it ...
@@ -58,6 +56,11 @@ class SparseLayer(NoisyModule):
             # A frozen layer stays frozen as a whole.
             self.register_parameter(noise_name(name), nn.Parameter(noise, requires_grad=weight.requires_grad))
         self.train(twin.training)
+
+    @classmethod
+    def parameter_names(cls, twin: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`weights` and `others` of this very twin, where they depend on its options."""
+        return cls.weights, cls.others
 
     @classmethod
     def refusal(cls, twin: nn.Module) -> str:
@@ -76,13 +79,13 @@ class SparseLayer(NoisyModule):
         """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""
         return False
 
-    def pruned_weight(self) -> Tensor:
-        """The weight as eval mode uses it."""
-        return Posterior(self).pruned()
+    def pruned_weight(self, name: str = "weight") -> Tensor:
+        """A weight as eval mode uses it."""
+        return Posterior(self, name).pruned()
 
     def plain(self, threshold: float | None = None) -> nn.Module:
         """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""
-        twin = self.plain_type(**{option: getattr(self, option) for option in self.options}, **self.arguments())
+        twin = self.plain_type(**self.arguments(), device="meta")  # its parameters, soon replaced, take no room
         for posterior in self.posteriors():
             pruned = posterior.pruned(threshold).detach()
             twin.register_parameter(posterior.weight, nn.Parameter(pruned, posterior.theta.requires_grad))
@@ -91,8 +94,8 @@ class SparseLayer(NoisyModule):
         return twin.train(self.training)
 
     def arguments(self) -> dict[str, Any]:
-        """What the twin's constructor takes beside the options; on meta its parameters, soon replaced, take no room."""
-        return {"bias": self.bias is not None, "device": "meta"}
+        """What the twin's constructor takes."""
+        return {option: getattr(self, option) for option in self.options}
 
     def reset_parameters(self) -> None:
         """Fresh weights as the plain twin would draw them, and fresh noise: for layers made on the meta device."""
@@ -111,6 +114,5 @@ class SparseLayer(NoisyModule):
         return self
 
     def extra_repr(self) -> str:
-        settings = {option: getattr(self, option) for option in self.options}
-        settings |= {name: getattr(self, name) is not None for name in self.others} | {"threshold": self.threshold}
+        settings = self.arguments() | {"threshold": self.threshold}
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -27,6 +27,10 @@ class Part:
 class ProductLayer(SparseLayer):
     """The forward equation, written once; each family calls `output` with its linear map."""
 
+    weight: Tensor
+    bias: Tensor | None
+    log_sigma2: Tensor
+
     def __init__(self, twin: nn.Module, **settings: Any):
         super().__init__(twin, **settings)
         self.part: Part | None = None  # set while `contraction` has made the weight smaller
@@ -58,6 +62,9 @@ class ProductLayer(SparseLayer):
                 "copy the network after an epoch (Callback.on_epoch), or train with contract=False"
             )
         return super().plain(threshold)
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"bias": self.bias is not None}
 
     def _variance_dtype(self, input: Tensor, linear_map: LinearMap) -> torch.dtype:
         if self.variance_dtype is not None:

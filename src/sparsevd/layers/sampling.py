@@ -32,6 +32,12 @@ class NoisyWeight(NamedTuple):
         return self._replace(bias=None)
 
 
+def sample_weights(theta: Tensor, log_sigma2: Tensor) -> Tensor:
+    """θ + σ·ε: a sample of the weights themselves, for layers that read them more than once (eq. 11)."""
+    noise = torch.exp(0.5 * log_sigma2) * torch.randn_like(log_sigma2)
+    return theta + noise.to(theta.dtype)
+
+
 def sample(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
     """A sample of the layer's output."""
     way = fused if _can_fuse(input, noisy) else composed
