@@ -133,8 +133,8 @@ def test_output_has_the_moments_of_sampled_weights(plain, arguments, shape):
             theirs.append(run(twin, x))
         sampled = torch.stack(theirs)
     deviation = sampled.std(0)
-    # Five standard errors of the difference of two means and of two log-deviations, over all outputs at once. Those of a
-    # recurrence have products of weights in them, and so more outliers than a Gaussian.
+    # Five standard errors of the difference of two means and of two log-deviations, over all outputs at once. Those of
+    # a recurrence have products of weights in them, and so more outliers than a Gaussian.
     outliers = ((sampled - sampled.mean(0)) ** 4).mean(0) / deviation**4
     error = ((outliers.clamp_min(3) - 1) / (2 * draws)).sqrt()
     assert ((ours.mean(0) - sampled.mean(0)).abs() <= 5 * deviation * math.sqrt(2 / draws) + 1e-12).all()

@@ -87,6 +87,7 @@ class SparseSequenceLayer(SparseRecurrent):
     def flatten_parameters(self) -> None:
         """For callers of `nn.LSTM.flatten_parameters`: there is nothing to flatten, since each sample is new."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does for its own
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Tensor | PackedSequence, Any]:
         if isinstance(input, PackedSequence):
             return self._packed(input, hx)
