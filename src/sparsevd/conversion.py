@@ -377,7 +377,8 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
         )
     elif matrices:
         reasons.append(f"{type(module).__name__} has no Sparse VD twin for {', '.join(matrices)}")
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
+    stays = reasons or type(module) not in SPARSE_TYPES
+    if stays and isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
         reasons.append(f"its functional dropout of {module.dropout} stays active in training")
     return "; ".join(reasons)
 
