@@ -12,10 +12,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import tree_leaves
 
 import sparsevd
+from sparsevd import baselines
 from sparsevd.conversion import preview
 from sparsevd.errors import ArgumentError, SparseVDWarning
 from sparsevd.layers import SPARSE_TYPES
 from sparsevd.posterior import posteriors
+from sparsevd.reporting.diagnosis import diagnose
 from sparsevd.training.contraction import part_left
 from sparsevd.training.progress import Callback
 
@@ -363,3 +365,20 @@ def test_bf16_autocast_trains():
         loss = sparsevd.elbo_loss(F.cross_entropy(model(tokens), answers), model, n_train=1000)
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["pruning", "gradual", "surgery", "soft-weight-sharing"])
+def test_rivals_remove_recurrent_weights_too(name):
+    settings = {"gradual": {"sparsity": 0.8}, "surgery": {"dense_part": 0.5}}.get(name, {})
+    method = baselines.METHODS[name](**settings)
+    net = baselines.train(method, Remembers(), sequences(), epochs=2, batch_size=100, progress=False).network
+    assert all((weight == 0).any() for weights in net.rnn.all_weights for weight in weights if weight.ndim == 2)
+
+
+def test_a_layer_without_memory_is_no_reason_to_worry():
+    model = sparsevd.sparsify(nn.Sequential(nn.GRU(3, 4)))
+    gate, recurrent = posteriors(model)
+    recurrent.drop(torch.ones_like(recurrent.theta, dtype=torch.bool))
+    assert "lost every weight" not in "".join(diagnose(sparsevd.summary(model)))
+    gate.drop(torch.ones_like(gate.theta, dtype=torch.bool))
+    assert "0.weight_ih_l0 lost every weight" in "".join(diagnose(sparsevd.summary(model)))

@@ -142,16 +142,27 @@ class Training:
         model.eval()
 
 
-def weight_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose weight a method may remove: those that Sparse VD would convert, if they have but one."""
-    layers = {
-        name: module
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that a method may remove: those of layers that Sparse VD would convert."""
+    found = {
+        f"{name}.{key}" if name else key: module.get_parameter(key)
         for name, module in model.named_modules()
-        if type(module) in SPARSE_TYPES and SPARSE_TYPES[type(module)].parameter_names(module)[0] == ("weight",)
+        if type(module) in SPARSE_TYPES
+        for key in SPARSE_TYPES[type(module)].parameter_names(module)[0]
     }
+    if not found:
+        raise ArgumentError(
+            f"no layer with a Sparse VD twin in {type(model).__name__}; there is nothing to make sparse"
+        )
+    return found
+
+
+def weight_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers among them that have one weight, for methods that put noise on what goes in or comes out."""
+    layers = [name.rpartition(".")[0] for name in named_weights(model) if name.rpartition(".")[2] == "weight"]
     if not layers:
         raise ArgumentError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to make sparse")
-    return layers
+    return {name: model.get_submodule(name) for name in layers}
 
 
 def adam(model: nn.Module, learning_rate: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
