@@ -143,8 +143,9 @@ class Training:
 
 
 def weight_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose weights a method may remove: those that Sparse VD would convert."""
-    layers = {name: module for name, module in model.named_modules() if type(module) in SPARSE_TYPES}
+    """The layers whose weights a method may remove: those that Sparse VD would convert and that have one `weight`."""
+    kinds = {name: (module, SPARSE_TYPES.get(type(module))) for name, module in model.named_modules()}
+    layers = {name: each for name, (each, kind) in kinds.items() if kind and kind.names(each)[0] == ("weight",)}
     if not layers:
         raise ArgumentError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to make sparse")
     return layers

@@ -24,6 +24,11 @@ class SparseTable(SparseLayer):
             return f"max_norm={twin.max_norm} changes its rows in place when they are looked up, noise and all"
         if twin.sparse:
             return "sparse=True makes sparse gradients, but the KL has one for every row; set sparse=False"
+        return ""
+
+    @classmethod
+    def refusal_untied(cls, twin: nn.Module) -> str:
+        """A vector for padding learns nothing when looked up; as a row of a tied output layer it does."""
         padding, weight = twin.padding_idx, cast(Tensor, twin.weight)
         if padding is not None and not weight.is_meta and bool(weight[cast(int, padding)].any()):
             return "its vector for padding is not zero, and the KL would move it; set that row to zero, or exclude it"

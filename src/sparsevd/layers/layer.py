@@ -22,10 +22,11 @@ INITIAL_LOG_SIGMA2 = -8.0
 class SparseLayer(NoisyModule):
     """A layer with the parameters of its plain twin, and noise on those that `weights` names."""
 
-    plain_type: ClassVar[type[nn.Module]]
+    plain_type: type[nn.Module]  # of a registered class, that class
     options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
-    weights: ClassVar[tuple[str, ...]] = ("weight",)  # parameters that carry noise ...
-    others: ClassVar[tuple[str, ...]] = ("bias",)  # ... and those that do not
+    weights: tuple[str, ...] = ("weight",)  # parameters that carry noise ...
+    others: tuple[str, ...] = ("bias",)  # ... and those that do not
+    children_kept: ClassVar[tuple[str, ...]] = ()  # modules inside the plain twin that the layer takes over
     unit_axis: ClassVar[int] = 0  # of the weights; the inputs are at the other of the first two
 
     weight: Tensor
@@ -41,6 +42,10 @@ class SparseLayer(NoisyModule):
         variance_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if type(twin) is not self.plain_type:  # a class that was registered: its constructor may be like no other
+            self.plain_type = type(twin)
+            self.attributes = {name: value for name, value in vars(twin).items() if not name.startswith("_")}
+        self.weights, self.others = self.names(twin)
         for option in self.options:
             setattr(self, option, getattr(twin, option))
         for name in (*self.weights, *self.others):
@@ -64,6 +69,16 @@ class SparseLayer(NoisyModule):
         """Why this very module of the plain type cannot be converted, or an empty string."""
         return ""
 
+    @classmethod
+    def refusal_untied(cls, twin: nn.Module) -> str:
+        """The same, unless its weight is that of another layer too."""
+        return ""
+
+    @classmethod
+    def names(cls, twin: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The parameters of this very module that carry noise, and those that do not."""
+        return cls.weights, cls.others
+
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The twin's output: sampled in training mode, with pruned weights in eval mode."""
@@ -82,13 +97,22 @@ class SparseLayer(NoisyModule):
 
     def plain(self, threshold: float | None = None) -> nn.Module:
         """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""
-        twin = self.plain_type(**{option: getattr(self, option) for option in self.options}, **self.arguments())
+        twin = self._empty_twin()
         for posterior in self.posteriors():
             pruned = posterior.pruned(threshold).detach()
             twin.register_parameter(posterior.weight, nn.Parameter(pruned, posterior.theta.requires_grad))
         for name in self.others:
             twin.register_parameter(name, copy.deepcopy(cast(nn.Parameter | None, getattr(self, name))))
         return twin.train(self.training)
+
+    def _empty_twin(self) -> nn.Module:
+        """The plain twin but for its parameters."""
+        if type(self).plain_type is self.plain_type:
+            return self.plain_type(**{option: getattr(self, option) for option in self.options}, **self.arguments())
+        twin = self.plain_type.__new__(self.plain_type)
+        nn.Module.__init__(twin)
+        twin.__dict__.update(self.attributes)
+        return twin
 
     def arguments(self) -> dict[str, Any]:
         """What the twin's constructor takes beside the options; on meta its parameters, soon replaced, take no room."""

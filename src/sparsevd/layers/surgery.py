@@ -18,7 +18,8 @@ _BEFORE = "fast_path_before_surgery"
 
 def swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """The model with every replacement in all the places where its original stands; the model itself may be one."""
-    for module in list(model.modules()):
+    inside = [module for each in (model, *replacements.values()) for module in each.modules()]
+    for module in inside:
         for name, child in module._modules.items():
             if child is not None and child in replacements:
                 module._modules[name] = replacements[child]
