@@ -11,14 +11,32 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer, sampling
+from sparsevd.layers.linear import SparseConv1D
 from sparsevd.layers.product_layer import ProductLayer
 from sparsevd.posterior import Posterior, equations
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
+
+
+class Conv1D(nn.Module):
+    """As Transformers has it, for GPT-2: its weight is [input, unit], and its constructor like no other."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+TWINS = {**SPARSE_TYPES, Conv1D: SparseConv1D}
 
 # For every plain type: constructor arguments and the shape of an input. Together they touch every option.
 CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
     (nn.Linear, {"in_features": 5, "out_features": 3}, (4, 5)),
     (nn.Linear, {"in_features": 5, "out_features": 3, "bias": False}, (2, 4, 5)),
+    (Conv1D, {"nf": 3, "nx": 5}, (2, 4, 5)),
+    (Conv1D, {"nf": 4, "nx": 4}, (6, 4)),
     (NonDynamicallyQuantizableLinear, {"in_features": 5, "out_features": 3}, (4, 5)),
     (nn.Conv1d, {"in_channels": 4, "out_channels": 6, "kernel_size": 3, "groups": 2, "dilation": 2}, (2, 4, 9)),
     (nn.Conv1d, {"in_channels": 2, "out_channels": 3, "kernel_size": 4, "padding": "same"}, (2, 2, 9)),
@@ -48,7 +66,7 @@ every_layer = pytest.mark.parametrize(("plain", "arguments", "shape"), CASES, id
 
 
 def make(plain, arguments, **options) -> SparseLayer:
-    return SPARSE_TYPES[plain](plain(**arguments), **options)
+    return TWINS[plain](plain(**arguments), **options)
 
 
 def an_input(arguments, shape, dtype=torch.float32):
@@ -75,13 +93,13 @@ ELSEWHERE = {nn.MultiheadAttention}
 
 
 def test_every_registered_layer_has_a_case():
-    assert {plain for plain, _, _ in CASES} | ELSEWHERE == set(SPARSE_TYPES)
+    assert {plain for plain, _, _ in CASES} | ELSEWHERE == set(TWINS)
 
 
 @every_layer
 def test_without_noise_training_output_is_the_twins(plain, arguments, shape):
     twin = plain(**arguments).double()
-    layer = SPARSE_TYPES[plain](copy.deepcopy(twin), initial_log_sigma2=-60.0).train()
+    layer = TWINS[plain](copy.deepcopy(twin), initial_log_sigma2=-60.0).train()
     x = an_input(arguments, shape, torch.float64)
     torch.testing.assert_close(layer(x), twin(x), rtol=0, atol=1e-10)
 

@@ -409,7 +409,9 @@ def _why_not(module: nn.Module, owners: Owners) -> str:
     ):
         reasons.append(f"its weight is {_COMPUTED}")
     elif kind is not None:
-        weights, _ = kind.names(module)
+        weights, others = kind.names(module)
+        if lacks := [name for name in (*kind.options, *weights, *others) if not hasattr(module, name)]:
+            return f"{type(module).__name__} lacks {', '.join(lacks)}, which the layer that it is registered like has"
         tied = any(len(owners[own[name]]) > 1 for name in weights)
         if refusal := kind.refusal(module) or ("" if tied else kind.refusal_untied(module)):
             reasons.append(refusal)

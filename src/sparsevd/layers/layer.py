@@ -102,7 +102,9 @@ class SparseLayer(NoisyModule):
             pruned = posterior.pruned(threshold).detach()
             twin.register_parameter(posterior.weight, nn.Parameter(pruned, posterior.theta.requires_grad))
         for name in self.others:
-            twin.register_parameter(name, copy.deepcopy(cast(nn.Parameter | None, getattr(self, name))))
+            other = cast(nn.Parameter | None, getattr(self, name))
+            if other is not None or not hasattr(twin, name):
+                twin.register_parameter(name, copy.deepcopy(other))
         return twin.train(self.training)
 
     def _empty_twin(self) -> nn.Module:

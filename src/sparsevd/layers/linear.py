@@ -1,24 +1,22 @@
 """Fully-connected layers (eq. 17)."""
 
-from typing import cast, final
+from typing import ClassVar, cast, final
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from sparsevd.layers.linear_map import ColumnProduct, MatrixProduct
+from sparsevd.layers.linear_map import ColumnProduct, LinearMap, MatrixProduct
 from sparsevd.layers.product_layer import ProductLayer
-
-_PRODUCT = MatrixProduct()
-_OF_COLUMNS = ColumnProduct()
 
 
 class SparseMatrix(ProductLayer):
     """What twins of `nn.Linear` and of its namesakes share."""
 
     options = ("in_features", "out_features")
+    product: ClassVar[LinearMap] = MatrixProduct()
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.output(input, _PRODUCT)
+        return self.output(input, self.product)
 
 
 @final
@@ -45,9 +43,10 @@ class SparseConv1D(ProductLayer):
     plain_type = nn.Module  # none of torch's: that of the module it is made from
     options = ("nf", "nx")
     unit_axis = 1
+    product: ClassVar[LinearMap] = ColumnProduct()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(x, _OF_COLUMNS)
+        return self.output(x, self.product)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
