@@ -104,4 +104,7 @@ def test_what_cannot_be_registered():
     with pytest.raises(ArgumentError, match="must be one of Linear, Conv1d"):
         sparsevd.register(Scaled, like=nn.ReLU)
     sparsevd.register(FromScratch, like=nn.Conv2d)
-    assert "FromScratch lacks in_channels, out_channels, kernel_size" in preview(nn.Sequential(FromScratch(2, 2))).skipped["0"]
+    assert (
+        "FromScratch lacks in_channels, out_channels, kernel_size"
+        in preview(nn.Sequential(FromScratch(2, 2))).skipped["0"]
+    )

@@ -6,7 +6,6 @@ exact type, because a subclass may use its weight in ways of its own. `preview` 
 
 import copy
 import fnmatch
-import itertools
 import logging
 import math
 import warnings
@@ -466,9 +465,13 @@ def _views(owners: Owners) -> dict[nn.Parameter, nn.Parameter]:
             spans.append((str(parameter.device), start, start + parameter.nbytes, parameter))
     spans.sort(key=lambda span: span[:3])
     found: dict[nn.Parameter, nn.Parameter] = {}
-    for (place, _, end, one), (other_place, start, _, other) in itertools.pairwise(spans):
-        if place == other_place and start < end:
-            found[one], found[other] = other, one
+    last: tuple[str, int, nn.Parameter] | None = None  # of those before, the one that reaches furthest
+    for place, start, end, parameter in spans:
+        if last is not None and last[0] == place and start < last[1]:
+            found[parameter] = last[2]
+            found.setdefault(last[2], parameter)
+        if last is None or last[0] != place or end > last[1]:
+            last = place, end, parameter
     return found
 
 
