@@ -305,6 +305,25 @@ def test_a_weight_that_another_layer_reads_transposed_is_refused():
     assert "transposed" in conversion.skipped["1"]
 
 
+class Bypassed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.ModuleDict({"table": nn.Embedding(10, 4)})
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        x = self.fc(self.words.table(tokens).to(self.fc.weight.dtype))
+        return F.linear(x, self.words.table.weight)
+
+
+def test_a_weight_that_a_forward_reads_by_itself_is_named():
+    assert preview(Bypassed()).read_elsewhere == {"words.table": "Bypassed"}
+    with pytest.warns(SparseVDWarning, match=r"read elsewhere: words.table: the forward of Bypassed uses its weight"):
+        sparsevd.sparsify(Bypassed())
+    assert not preview(Bypassed(), exclude=nn.Embedding).read_elsewhere
+    assert not preview(Encoder()).remarks()  # torch's own readers are kept off their paths
+
+
 def test_embeddings_that_cannot_be_converted_are_named():
     vectors = torch.ones(4, 3)
     model = nn.ModuleDict(

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
+from sparsevd.layers.functional_use import modules_read
 from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import (
@@ -58,6 +59,7 @@ class Conversion:
     dropout_removed: tuple[str, ...]
     skipped: dict[str, str]
     frozen: tuple[str, ...] = ()  # of those replaced
+    read_elsewhere: dict[str, str] = field(default_factory=dict)  # and whose forward it is that reads its weight too
 
     def __str__(self) -> str:
         lines = [f"to Sparse VD: {', '.join(self.replaced) or 'nothing'}"]
@@ -66,11 +68,16 @@ class Conversion:
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """What a user should know: a line for each layer that stays dense, and for each that cannot learn."""
+        """What a user should know: a line for each layer that stays dense, that cannot learn, or that is bypassed."""
         lines = [f"left dense: {name}: {reason}" for name, reason in self.skipped.items()]
-        return lines + [
+        lines += [
             f"frozen: {name}: its weights require no gradient, so neither they nor their noise change, and all stay"
             for name in self.frozen
+        ]
+        return lines + [
+            f"read elsewhere: {name}: the forward of {reader} uses its weight by itself, where that has no noise in "
+            "training and no zeros before prune; exclude it, or call the layer"
+            for name, reader in self.read_elsewhere.items()
         ]
 
 
@@ -116,7 +123,9 @@ def preview(
         if not keep_dropout and getattr(module, "dropout", 0.0) > 0:
             dropout_removed += names[module]
     frozen = [name for name in replaced if not any(p.requires_grad for p in _noisy_to_be(model.get_submodule(name)))]
-    return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen))
+    readers = {read: type(module).__name__ for module in names for read in modules_read(module) if read in kinds}
+    elsewhere = {names[read][0]: reader for read, reader in readers.items()}
+    return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen), elsewhere)
 
 
 def _noisy_to_be(module: nn.Module) -> list[nn.Parameter]:
