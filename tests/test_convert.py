@@ -18,6 +18,7 @@ from sparsevd.layers import SparseLayer
 from sparsevd.layers.convolution import SparseConv2d
 from sparsevd.layers.linear import SparseLinear
 from sparsevd.posterior import posteriors
+from sparsevd.training.progress import Callback
 
 
 class SharedBlock(nn.Module):
@@ -281,6 +282,37 @@ def test_tied_weights_stay_tied_with_one_noise_one_kl_and_one_set_of_zeros():
     fresh = Tied().eval()
     fresh.load_state_dict(pruned.state_dict())
     assert torch.equal(fresh(tokens), pruned(tokens))
+
+
+class Stop(Callback):
+    def on_epoch(self, moment):
+        raise KeyboardInterrupt
+
+
+def test_tied_weights_in_files_and_in_a_run_that_goes_on(tmp_path):
+    x = torch.randint(0, 10, (64, 5))
+    config = sparsevd.FitConfig(epochs=3, batch_size=16, learning_rate=1e-2, warm_up_end=0.1, drop_from=0.2)
+    models = []
+    for interrupted in (False, True):
+        given = {"loss": lambda output, y: F.cross_entropy(output.transpose(1, 2), y), "progress": False}
+        given |= {"config": config, "run_dir": tmp_path / str(interrupted)}
+        torch.manual_seed(1)
+        dense = Tied()
+        torch.manual_seed(2)
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                sparsevd.fit(sparsevd.sparsify(dense), (x, x), callbacks=[Stop()], **given)
+        models.append(sparsevd.sparsify(dense))
+        sparsevd.fit(models[-1], (x, x), resume=interrupted, **given)
+    model, again = models
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert model.out.log_sigma2 is model.embed.log_sigma2
+    sparsevd.save(model, tmp_path / "net.spvd")
+    read = sparsevd.load(tmp_path / "net.spvd", into=Tied()).eval()
+    assert read.out.weight is read.embed.weight
+    assert torch.equal(read(x), model.eval()(x))
+    sparsevd.save(model, tmp_path / "graph.spvd", example=x[:2])
+    torch.testing.assert_close(sparsevd.load(tmp_path / "graph.spvd")(x), model(x))
 
 
 def test_a_weight_tied_to_what_stays_dense_stays_dense():

@@ -120,7 +120,8 @@ def preview(
             skipped[names[module][0] or "(model)"] = reason
     for module in kinds:
         replaced += names[module]
-        if not keep_dropout and getattr(module, "dropout", 0.0) > 0:
+        rate = getattr(module, "dropout", 0.0)  # that of attention, which is no module
+        if not keep_dropout and isinstance(rate, float) and rate > 0:
             dropout_removed += names[module]
     frozen = [name for name in replaced if not any(p.requires_grad for p in _noisy_to_be(model.get_submodule(name)))]
     readers = {read: type(module).__name__ for module in names for read in modules_read(module) if read in kinds}
