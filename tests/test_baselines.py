@@ -20,6 +20,7 @@ from sparsevd.baselines.noise import noisy_outputs
 from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import Mixture, SoftWeightSharing
 from sparsevd.baselines.surgery import Surgery, renew
+from sparsevd.baselines.training import named_weights, weight_layers
 from sparsevd.baselines.variational_dropout import VariationalDropout, multiplicative_noise
 from sparsevd.conversion import sparsify
 from sparsevd.errors import ArgumentError
@@ -427,3 +428,10 @@ def test_the_two_divergences_agree_where_both_hold():
     difference = equations.negative_kl_kingma_cubic(log_alpha) - equations.negative_kl(log_alpha)
     assert (difference - difference.mean()).abs().max() < 0.1
     assert math.isfinite(difference.sum().item())
+
+
+def test_tied_weights_are_one_and_what_attention_reads_gets_no_noise():
+    net = nn.ModuleDict({"words": nn.Embedding(6, 4), "attention": nn.MultiheadAttention(4, 2), "out": nn.Linear(4, 6)})
+    net["out"].weight = net["words"].weight
+    assert list(named_weights(net)) == ["words.weight", "attention.in_proj_weight", "attention.out_proj.weight"]
+    assert list(weight_layers(net)) == ["words", "out"]

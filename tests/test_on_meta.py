@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import sparsevd
 from sparsevd import kernels
@@ -15,6 +16,8 @@ LAYERS = {
     "convolution": (lambda: nn.Conv2d(2, 3, 3, padding="same"), lambda: torch.randn(2, 2, 5, 5)),
     "transposed": (lambda: nn.ConvTranspose1d(2, 3, 3), lambda: torch.randn(2, 2, 5)),
     "embedding": (lambda: nn.Embedding(5, 3, padding_idx=1), lambda: torch.tensor([[0, 1]])),
+    "recurrent": (lambda: nn.LSTM(4, 3, 2, bidirectional=True), lambda: torch.randn(5, 2, 4)),
+    "cell": (lambda: nn.GRUCell(4, 3), lambda: torch.randn(2, 4)),
     "bag": (lambda: nn.EmbeddingBag(5, 3, padding_idx=1), lambda: torch.tensor([[0, 1]])),
 }
 
@@ -26,20 +29,20 @@ def test_a_step_on_no_device_at_all(name):
     layer = make()
     sparse = SPARSE_TYPES[type(layer)](layer.to("meta")).to("meta")
     x = example().to("meta")
-    expected = make()(example()).shape
+    expected = [tensor.shape for tensor in tree_leaves(make()(example()))]
     for mode in (True, False):
-        out = sparse.train(mode)(x)
-        assert out.is_meta
-        assert out.shape == expected
-    loss = sparse.train()(x).sum() + sparsevd.kl(sparse)
+        out = tree_leaves(sparse.train(mode)(x))
+        assert all(tensor.is_meta for tensor in out)
+        assert [tensor.shape for tensor in out] == expected
+    loss = sum(tensor.sum() for tensor in tree_leaves(sparse.train()(x))) + sparsevd.kl(sparse)
     assert loss.is_meta
     loss.backward()
     assert all(p.grad.is_meta for p in sparse.parameters())
-    (posterior,) = posteriors(sparse)
-    for tensor in (posterior.log_alpha(), posterior.pruned(), posterior.kept(), posterior.alive()):
-        assert tensor.is_meta
-    posterior.drop(posterior.alive())
-    assert sparse.plain().weight.is_meta
+    for posterior in posteriors(sparse):
+        for tensor in (posterior.log_alpha(), posterior.pruned(), posterior.kept(), posterior.alive()):
+            assert tensor.is_meta
+        posterior.drop(posterior.alive())
+        assert sparse.plain().get_parameter(posterior.weight).is_meta
 
 
 def test_conversion_and_pruning_keep_the_device():

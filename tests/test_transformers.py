@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 import sys
@@ -9,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -23,6 +25,8 @@ with warnings.catch_warnings():
         BertConfig,
         BertForMaskedLM,
         BertForSequenceClassification,
+        DistilBertConfig,
+        DistilBertForMaskedLM,
         GPT2Config,
         GPT2LMHeadModel,
         Trainer,
@@ -275,7 +279,6 @@ def words():
     return [{"input_ids": each["input_ids"], "labels": each["input_ids"]} for each in sentences()]
 
 
-@pytest.mark.filterwarnings("ignore:left dense:sparsevd.SparseVDWarning")
 def test_tokens_must_be_counted_where_the_loss_is_a_mean_over_them(tmp_path):
     model = sparsevd.sparsify(bert(BertForMaskedLM))
     with pytest.raises(ArgumentError, match=r"BertForMaskedLM is a mean over tokens, .* give SparseVD\(n_train=…\)"):
@@ -291,8 +294,65 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=20, bos_token_id=0, eos_token_id=0, **sizes))
 
 
-@pytest.mark.filterwarnings("ignore:left dense:sparsevd.SparseVDWarning")
-@pytest.mark.parametrize("make", [bert, lambda: bert(BertForMaskedLM), gpt2])
+def distilbert():
+    torch.manual_seed(5)
+    sizes = {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12, "max_position_embeddings": 8}
+    return DistilBertForMaskedLM(DistilBertConfig(vocab_size=20, **sizes))
+
+
+def masked():
+    return bert(BertForMaskedLM)
+
+
+# The weight of the output layer, which is that of the embedding.
+TIED = {
+    "BertForMaskedLM": "cls.predictions.decoder.weight",
+    "DistilBertForMaskedLM": "vocab_projector.weight",
+    "GPT2LMHeadModel": "lm_head.weight",
+}
+every_model = pytest.mark.parametrize("make", [bert, masked, distilbert, gpt2])
+
+
+@every_model
+def test_every_matrix_is_converted_and_eval_mode_is_the_same(make):
+    dense = make().eval()
+    model = sparsevd.sparsify(dense, threshold=math.inf)
+    matrices = sum(p.numel() for p in dense.parameters() if p.ndim > 1)
+    assert sparsevd.summary(model).dense == ()
+    assert sum(each.theta.numel() for each in sparsevd.posterior.posteriors(model)) == matrices
+    tokens = torch.randint(1, 20, (2, 6))
+    assert torch.equal(model(tokens).logits, dense(tokens).logits)
+    if name := TIED.get(type(dense).__name__):
+        noise = name.replace("weight", "log_sigma2")
+        assert model.get_parameter(name) is model.get_input_embeddings().weight
+        assert model.get_parameter(noise) is model.get_input_embeddings().log_sigma2
+
+
+@pytest.mark.parametrize("make", [masked, distilbert, gpt2])
+def test_tied_models_train_are_stored_and_go_on(make, tmp_path):
+    """Each tensor is once in the file, though it has two names; a run goes on as if it had not been interrupted."""
+    settings = {"num_train_epochs": 2, "save_strategy": "epoch", "train_sampling_strategy": "sequential"}
+    runs = []
+    for broken in (False, True):
+        model = sparsevd.sparsify(make().train(), initial_log_sigma2="relative")
+        made = trainer(tmp_path, model, SparseVD(DROPPING, n_train=240), dataset=words(), **settings)
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10") if broken else None)
+        runs.append(model)
+    stored = load_file(tmp_path / "checkpoint-20" / "model.safetensors")
+    assert len(stored) == len(list(model.parameters()))
+    for name, value in runs[0].state_dict().items():
+        assert torch.equal(value, runs[1].state_dict()[name]), name
+    pruned = sparsevd.prune(model.eval())
+    tied = TIED[type(pruned).__name__]
+    assert pruned.get_parameter(tied) is pruned.get_input_embeddings().weight
+    fresh = sparsevd.sparsify(make()).eval()
+    fresh.load_state_dict(stored, strict=False)
+    tokens = torch.randint(1, 20, (2, 6))
+    assert torch.equal(fresh(tokens).logits, model(tokens).logits)
+    assert torch.equal(pruned(tokens).logits, model(tokens).logits)
+
+
+@every_model
 def test_a_pruned_model_is_saved_and_read_as_any_other(make, tmp_path):
     model = sparsevd.sparsify(make())
     with torch.no_grad():

@@ -7,6 +7,7 @@ from sparsevd.conversion import CUTS, prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.graph import capture
 from sparsevd.graph.compaction import compact
+from sparsevd.layers.registry import register
 from sparsevd.modelfile import load, save
 from sparsevd.moved import keep_old_names
 from sparsevd.reporting.summary import summary
@@ -57,6 +58,7 @@ __all__ = [
     "plan",
     "polish",
     "prune",
+    "register",
     "save",
     "sparsify",
     "summary",

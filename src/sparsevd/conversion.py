@@ -11,8 +11,8 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
-from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES
+from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
+from sparsevd.layers.functional_use import modules_read
+from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import (
     THRESHOLD,
@@ -43,6 +45,8 @@ DROPOUT_TYPES = (
 )
 
 Selector = str | type[nn.Module]
+# For each parameter the modules that hold it, with its name there and in the model.
+Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]
 
 _COMPUTED = "computed (weight_norm, a parametrization, torch's pruning); remove that first"
 
@@ -55,6 +59,7 @@ class Conversion:
     dropout_removed: tuple[str, ...]
     skipped: dict[str, str]
     frozen: tuple[str, ...] = ()  # of those replaced
+    read_elsewhere: dict[str, str] = field(default_factory=dict)  # and whose forward it is that reads its weight too
 
     def __str__(self) -> str:
         lines = [f"to Sparse VD: {', '.join(self.replaced) or 'nothing'}"]
@@ -63,11 +68,16 @@ class Conversion:
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """What a user should know: a line for each layer that stays dense, and for each that cannot learn."""
+        """What a user should know: a line for each layer that stays dense, that cannot learn, or that is bypassed."""
         lines = [f"left dense: {name}: {reason}" for name, reason in self.skipped.items()]
-        return lines + [
+        lines += [
             f"frozen: {name}: its weights require no gradient, so neither they nor their noise change, and all stay"
             for name in self.frozen
+        ]
+        return lines + [
+            f"read elsewhere: {name}: the forward of {reader} uses its weight by itself, where that has no noise in "
+            "training and no zeros before prune; exclude it, or call the layer"
+            for name, reader in self.read_elsewhere.items()
         ]
 
 
@@ -84,11 +94,9 @@ def preview(
         names[module].append(name)
     included = {model} if include is None else _matches(names, include, "include")
     excluded = _matches(names, exclude, "exclude")
-    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for module, (name, *_) in names.items():
-        for key, parameter in module.named_parameters(prefix=name, recurse=False):
-            owners[parameter].append(key)
-
+    owners = _owners(model)
+    views = _views(owners)
+    kinds: dict[nn.Module, type[SparseLayer]] = {}
     replaced: list[str] = []
     dropout_removed: list[str] = []
     skipped: dict[str, str] = {}
@@ -99,17 +107,44 @@ def preview(
             if not keep_dropout:
                 dropout_removed += aliases
         elif not isinstance(module, NoisyModule):
-            reason = _why_not(module, owners)
+            reason, kind = _why_not(module, owners), sparse_type(module)
             if reason:
                 skipped[aliases[0] or "(model)"] = reason
-            elif type(module) in SPARSE_TYPES:
-                replaced += aliases
+            elif kind is not None:
+                kinds[module] = kind
+    while lost := {
+        module: reason for module in kinds if (reason := _why_not_alone(module, kinds, names, owners, views))
+    }:
+        for module, reason in lost.items():  # which may be a reason for others
+            del kinds[module]
+            skipped[names[module][0] or "(model)"] = reason
+    for module in kinds:
+        replaced += names[module]
+        rate = getattr(module, "dropout", 0.0)  # that inside of an RNN or attention, which is no module
+        if not keep_dropout and isinstance(rate, int | float) and rate > 0:
+            dropout_removed += names[module]
     frozen = [name for name in replaced if not any(p.requires_grad for p in _noisy_to_be(model.get_submodule(name)))]
-    return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen))
+    elsewhere = {
+        names[read][0]: type(module).__name__
+        for module in names
+        if module not in kinds  # whose own forward is not called
+        for read in modules_read(module)
+        if read in kinds
+    }
+    return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen), elsewhere)
 
 
 def _noisy_to_be(module: nn.Module) -> list[nn.Parameter]:
-    return [module.get_parameter(name) for name in SPARSE_TYPES[type(module)].weights]
+    kind = sparse_type(module)
+    return [module.get_parameter(name) for name in kind.names(module)[0]] if kind else []
+
+
+def _owners(model: nn.Module) -> Owners:
+    owners: Owners = defaultdict(list)
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[parameter].append((module, key, f"{name}.{key}" if name else key))
+    return owners
 
 
 def sparsify(
@@ -123,21 +158,22 @@ def sparsify(
     initial_log_sigma2: float | Literal["relative"] = INITIAL_LOG_SIGMA2,
     variance_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The Sparse VD twin of a network: every Linear, Conv and Embedding layer gets a learned noise on each weight.
+    """The Sparse VD twin of a network: Linear, Conv, LSTM, attention and others get a learned noise on each weight.
 
         model = sparsevd.sparsify(dense)
         model = sparsevd.sparsify(dense, exclude=["head", nn.Conv1d])
 
-    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Dropout modules stay with p = 0, since
-    the noise takes their place, unless `keep_dropout`. What cannot be converted stays dense and is named, with the
-    reason, in one `SparseVDWarning`; `sparsevd.conversion.preview` takes the same arguments and only tells.
+    Weights, names and state_dict keys stay; `<layer>.log_sigma2` is added. Tied weights stay tied, and have one noise.
+    Dropout modules stay with p = 0, and so does the dropout inside of RNNs and attention, since the noise takes its
+    place, unless `keep_dropout`. What cannot be converted stays dense and is named, with the reason, in one
+    `SparseVDWarning`; `sparsevd.conversion.preview` takes the same arguments and only tells.
 
     Args:
         model: any network; it is copied unless `inplace`.
         include: convert only these: module names, which may hold wildcards as in `"encoder.*.fc?"`, or layer types.
             A name stands for everything below it.
         exclude: leave these as they are, by name or type.
-        keep_dropout: leave Dropout modules in place.
+        keep_dropout: leave dropout in place.
         inplace: change the given model instead of a copy, for models too large to have twice.
         threshold: weights of log α above it are zero in eval mode and after `prune`.
         initial_log_sigma2: log σ² of every weight at the start, or "relative": small against the weights of each layer,
@@ -168,20 +204,34 @@ def sparsify(
         warnings.warn("\n".join(remarks), SparseVDWarning, stacklevel=2)
     relative = initial_log_sigma2 == "relative"
     first = INITIAL_LOG_SIGMA2 if isinstance(initial_log_sigma2, str) else initial_log_sigma2
+    for name in conversion.dropout_removed:
+        module = model.get_submodule(name)
+        setattr(module, "p" if type(module) in DROPOUT_TYPES else "dropout", 0.0)  # not Identity: models read p
     swaps: dict[nn.Module, NoisyModule] = {}
     for name in conversion.replaced:
         layer = model.get_submodule(name)
-        if layer not in swaps:
-            swaps[layer] = SPARSE_TYPES[type(layer)](
-                layer, threshold=threshold, initial_log_sigma2=first, variance_dtype=variance_dtype
-            )
+        kind = sparse_type(layer)
+        if layer not in swaps and kind is not None:
+            swaps[layer] = kind(layer, threshold=threshold, initial_log_sigma2=first, variance_dtype=variance_dtype)
+    _tie_noise(swaps.values())
     for posterior in (each for layer in swaps.values() for each in layer.posteriors() if relative):
         posterior.quieten()
-    for name in conversion.dropout_removed:
-        cast(nn.Dropout, model.get_submodule(name)).p = 0.0  # not Identity: models read p
     model = swap(model, swaps)
     leave_fast_paths(model, lambda module: isinstance(module, NoisyModule))
     return model
+
+
+def _tie_noise(layers: Iterable[NoisyModule]) -> None:
+    """Layers with the same θ get the same log σ²."""
+    noise: dict[torch.Tensor, nn.Parameter] = {}
+    for layer in layers:
+        for posterior in layer.posteriors():
+            own = layer.get_parameter(posterior.noise)
+            shared = noise.setdefault(posterior.theta, own)
+            if shared is not own:
+                layer.register_parameter(posterior.noise, shared)
+                # Transformers saves a tensor that has two names only if a module says so, in this way.
+                layer.__dict__.setdefault("_tied_weights_keys", {})[posterior.noise] = posterior.noise
 
 
 class Cut(Protocol):
@@ -233,15 +283,18 @@ def prune(
                 f"{posterior.name} or its log σ² holds NaN, which no threshold can judge: training has diverged; prune "
                 "an earlier state"
             )
+    owners = _owners(model)
     swaps: dict[nn.Module, nn.Module] = {}
     for name, layer in noisy_modules(model).items():
         swaps[layer] = layer.plain(limit)
         for posterior in layer.posteriors():
             left = swaps[layer].get_parameter(posterior.weight)
             if not left.is_meta and not torch.any(left):
+                lost = f"lost every one of its {left.numel():,} weights"
                 warnings.warn(
-                    f"layer {name or '(model)'} lost every one of its {left.numel():,} weights: "
-                    "its output no longer depends on its input",
+                    f"layer {name or '(model)'} {lost}: its output no longer depends on its input"
+                    if len(layer.posteriors()) == 1
+                    else f"{posterior.weight} of layer {name or '(model)'} {lost}: nothing passes through it any more",
                     SparseVDWarning,
                     stacklevel=2,
                 )
@@ -249,9 +302,26 @@ def prune(
             warnings.warn(
                 f"the forward hooks of layer {name or '(model)'} are not carried over", SparseVDWarning, stacklevel=2
             )
+    _tie_again(owners, swaps)
     model = swap(model, swaps)
     restore_fast_paths(model.modules())
     return model
+
+
+def _tie_again(owners: Owners, swaps: dict[nn.Module, nn.Module]) -> None:
+    """What layers shared before, their plain twins share: a pruned weight, or a bias, also with a module that stays."""
+    for parameter, places in owners.items():
+        new = [(swaps[module], key) for module, key, _ in places if module in swaps]
+        new = [(twin, key) for twin, key in new if key in twin._parameters]  # not log σ²
+        if len(places) < 2 or not new:
+            continue
+        shared = new[0][0].get_parameter(new[0][1])
+        if len(new) < len(places):
+            if not torch.equal(shared, parameter):
+                continue  # whoever reads the weight without noise, tied to it afterwards, reads what it read
+            shared = parameter
+        for twin, key in new:
+            setattr(twin, key, shared)  # an RNN has a list of them too
 
 
 def _limit(
@@ -334,7 +404,7 @@ def _matches(
         else:
             hits = {m for m in names if isinstance(m, selector)}
         if not hits:
-            known = [a for m, aliases in names.items() if type(m) in SPARSE_TYPES for a in aliases]
+            known = [a for m, aliases in names.items() if sparse_type(m) for a in aliases]
             raise ArgumentError(f"{argument}={selector!r} selects no module; the layers are {', '.join(known)}")
         found |= hits
     return found
@@ -346,23 +416,26 @@ def _is_below(aliases: list[str], names: dict[nn.Module, list[str]], selected: s
     return any(not root or alias == root or alias.startswith(f"{root}.") for alias in aliases for root in roots)
 
 
-def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
+def _why_not(module: nn.Module, owners: Owners) -> str:
     """Why a module with weights of its own cannot be converted, or an empty string."""
-    own = dict(module.named_parameters(recurse=False))
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     matrices = [name for name, p in own.items() if is_lazy(p) or p.ndim >= 2]
-    parents = [plain.__name__ for plain in SPARSE_TYPES if isinstance(module, plain)]
+    parents = [plain for plain in SPARSE_TYPES if isinstance(module, plain)]
+    kind = sparse_type(module)
     reasons = []
     if isinstance(module, ParametrizationList):
         pass  # its owner is named
-    elif is_parametrized(module) or (parents and "weight" not in own):
+    elif is_parametrized(module) or (
+        parents and any(name not in own for name in SPARSE_TYPES[parents[0]].names(module)[0])
+    ):
         reasons.append(f"its weight is {_COMPUTED}")
-    elif type(module) in SPARSE_TYPES:
-        tied = [key for p in own.values() if len(owners[p]) > 1 for key in owners[p]]
-        if refusal := SPARSE_TYPES[type(module)].refusal(module):
+    elif kind is not None:
+        if lacks := _lacks(module, kind):
+            return f"{type(module).__name__} lacks {', '.join(lacks)}, which the layer that it is registered like has"
+        tied = any(len(owners[own[name]]) > 1 for name in kind.names(module)[0])
+        if refusal := kind.refusal(module) or ("" if tied else kind.refusal_untied(module)):
             reasons.append(refusal)
-        elif tied:
-            reasons.append(f"tied parameters ({' = '.join(tied)}): pruning one would change the other")
-        elif extra := _extras(module):
+        elif extra := _extras(module, kind):
             reasons.append(f"it carries more than a weight and a bias ({', '.join(extra)}), which a swap would lose")
         elif module._forward_hooks or module._forward_pre_hooks:
             reasons.append("it has forward hooks, which a swap would lose; register them after sparsify")
@@ -370,24 +443,72 @@ def _why_not(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str:
         reasons.append(f"{type(module).__name__} has no weights yet; run the model once first")
     elif matrices and parents:
         reasons.append(
-            f"{type(module).__name__} is a subclass of {parents[0]}, whose weight may be read in other ways "
-            "(MultiheadAttention reads its out_proj.weight directly)"
+            f"{type(module).__name__} is a subclass of {parents[0].__name__}, whose weight may be read in other ways; "
+            f"if it is not, call sparsevd.register({type(module).__name__}, like=nn.{parents[0].__name__}) first"
         )
     elif matrices:
         reasons.append(f"{type(module).__name__} has no Sparse VD twin for {', '.join(matrices)}")
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
+    if reasons and isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
         reasons.append(f"its functional dropout of {module.dropout} stays active in training")
     return "; ".join(reasons)
 
 
-def _extras(module: nn.Module) -> list[str]:
+def _why_not_alone(
+    module: nn.Module,
+    kinds: dict[nn.Module, type[SparseLayer]],
+    names: dict[nn.Module, list[str]],
+    owners: Owners,
+    views: dict[nn.Parameter, nn.Parameter],
+) -> str:
+    """Why a module cannot be converted while others, those not among `kinds`, are not; or an empty string."""
+    for parameter in _noisy_to_be(module):
+        for other, _, name in owners[parameter]:
+            if other not in kinds or not any(parameter is each for each in _noisy_to_be(other)):
+                tied = " = ".join(name for *_, name in owners[parameter])
+                return f"tied parameters ({tied}): {name} stays dense, and pruning one would change the other"
+        if parameter in views:
+            return (
+                f"its weight lies in the same memory as {owners[views[parameter]][0][2]}, a tensor of its own: read "
+                "transposed, or in part, it would have two noises; tie the parameters themselves, or exclude one"
+            )
+    for parent in names:
+        if isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module and parent not in kinds:
+            return f"{type(parent).__name__} {names[parent][0] or '(model)'} reads its weight, and stays dense"
+    return ""
+
+
+def _views(owners: Owners) -> dict[nn.Parameter, nn.Parameter]:
+    """Parameters that share memory without being one, as a weight and its transpose do, each with such another."""
+    spans: list[tuple[str, int, int, nn.Parameter]] = []
+    for parameter in owners:
+        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.numel():
+            start = parameter.data_ptr()
+            spans.append((str(parameter.device), start, start + parameter.nbytes, parameter))
+    spans.sort(key=lambda span: span[:3])
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    last: tuple[str, int, nn.Parameter] | None = None  # of those before, the one that reaches furthest
+    for place, start, end, parameter in spans:
+        if last is not None and last[0] == place and start < last[1]:
+            found[parameter] = last[2]
+            found.setdefault(last[2], parameter)
+        if last is None or last[0] != place or end > last[1]:
+            last = place, end, parameter
+    return found
+
+
+def _lacks(module: nn.Module, kind: type[SparseLayer]) -> list[str]:
+    """What a module lacks of a layer of this kind: options and children, or the parameters that these ask for."""
+    found = [name for name in (*kind.options, *kind.children_kept) if not hasattr(module, name)]
+    return found or [name for names in kind.names(module) for name in names if not hasattr(module, name)]
+
+
+def _extras(module: nn.Module, kind: type[SparseLayer]) -> list[str]:
     """What hangs on a layer beyond its own: parameters, buffers, children, a patched forward."""
     named = [
         *dict(module.named_parameters(recurse=False)),
         *dict(module.named_buffers(recurse=False)),
         *module._modules,
     ]
-    own = SPARSE_TYPES[type(module)]
-    return [name for name in named if name not in (*own.weights, *own.others)] + ["forward"] * (
-        "forward" in module.__dict__
-    )
+    weights, others = kind.names(module)
+    known = (*weights, *others, *kind.children_kept)
+    return [name for name in named if name not in known] + ["forward"] * ("forward" in module.__dict__)

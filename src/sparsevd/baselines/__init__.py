@@ -20,7 +20,7 @@ from sparsevd.baselines.pruning import Pruning
 from sparsevd.baselines.soft_weight_sharing import SoftWeightSharing
 from sparsevd.baselines.sparse_vd import SparseVD
 from sparsevd.baselines.surgery import Surgery
-from sparsevd.baselines.training import Method, Outcome, Training, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, named_weights
 from sparsevd.baselines.variational_dropout import UnrestrictedVariationalDropout, VariationalDropout
 from sparsevd.training import generator
 from sparsevd.training.data import Data
@@ -44,7 +44,7 @@ __all__ = ["METHODS", "Method", "Outcome", "Training", "card", "train"]
 def train(method: Method, model: nn.Module, data: Data, **settings: Any) -> Outcome:
     """Train a copy of the network by this method; `settings` are those of `Training`, such as epochs and seed."""
     training = Training(data, **settings)
-    weight_layers(model)  # says so if there are none
+    named_weights(model)  # says so if there are none
     with generator.reserved():
         torch.manual_seed(training.seed)
         outcome = method.train(copy.deepcopy(model), training)

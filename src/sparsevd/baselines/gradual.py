@@ -15,12 +15,12 @@ are made anew at every cut from the weights as they are, so that a weight that w
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, named_weights
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class GradualPruning(Method):
         check(self, positive=("learning_rate",), not_negative=("l1",))
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
-        weights = [cast(nn.Parameter, layer.weight) for layer in weight_layers(model).values()]
-        weights = list(dict.fromkeys(weights))  # tied ones once
+        weights = list(named_weights(model).values())
         ramp = min(max(1, round(self.end * training.epochs)), training.epochs)
         masks = [torch.ones_like(weight, dtype=torch.bool) for weight in weights]
         optimizer, steps = adam(model, self.learning_rate), 0

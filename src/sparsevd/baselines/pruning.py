@@ -16,12 +16,12 @@ the deviation of the dense layer's weights.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, named_weights
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,13 @@ class Pruning(Method):
         rounds = max(1, min(self.rounds, training.epochs - first))
         first = min(first, training.epochs - rounds)
         training.run(model, adam(model, self.learning_rate, self.weight_decay), first)
-        layers = weight_layers(model)
-        dense_deviation = {name: cast(Tensor, layer.weight).std().item() for name, layer in layers.items()}
+        weights = named_weights(model)
+        dense_deviation = {name: weight.std().item() for name, weight in weights.items()}
         for step in range(1, rounds + 1):
             masks: list[tuple[Tensor, Tensor]] = []
-            for name, layer in layers.items():
-                weight = cast(Tensor, layer.weight).data
-                mask = weight.abs() > self.quality * step / rounds * dense_deviation[name]
-                masks.append((weight, mask))
+            for name, weight in weights.items():
+                mask = weight.data.abs() > self.quality * step / rounds * dense_deviation[name]
+                masks.append((weight.data, mask))
 
             def keep_pruned(done: float, masks: list[tuple[Tensor, Tensor]] = masks) -> None:
                 with torch.no_grad():

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, named_weights
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SoftWeightSharing(Method):
         first = min(max(1, round(self.dense_part * training.epochs)), training.epochs - 1)
         if first:
             training.run(model, adam(model, self.learning_rate), first)
-        weights = [cast(Tensor, layer.weight) for layer in weight_layers(model).values()]
+        weights = list(named_weights(model).values())
         mixture = Mixture(torch.cat([w.detach().flatten() for w in weights]), self)
         optimizer = torch.optim.Adam(
             [

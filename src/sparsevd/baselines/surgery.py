@@ -15,12 +15,12 @@ schedule is given in parts of the budget.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from sparsevd.baselines.training import Method, Outcome, Training, adam, check, weight_layers
+from sparsevd.baselines.training import Method, Outcome, Training, adam, check, named_weights
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Surgery(Method):
         first = min(max(1, round(self.dense_part * training.epochs)), training.epochs - 1)
         if first:
             training.run(model, adam(model, self.dense_rate), first)
-        layers = {name: cast(Tensor, layer.weight) for name, layer in weight_layers(model).items()}
+        weights = named_weights(model)
         with torch.no_grad():
-            limits = {name: (w.abs().mean() + self.c * w.abs().std()).item() for name, w in layers.items()}
-            masks = {name: torch.ones_like(w) for name, w in layers.items()}
+            limits = {name: (w.abs().mean() + self.c * w.abs().std()).item() for name, w in weights.items()}
+            masks = {name: torch.ones_like(w) for name, w in weights.items()}
         chance = torch.Generator().manual_seed(training.seed)
         step = 0
 
         def renew_all() -> None:
-            for name, weight in layers.items():
+            for name, weight in weights.items():
                 renew(masks[name], weight, limits[name])
 
         def after_step(done: float) -> None:
@@ -67,9 +67,7 @@ class Surgery(Method):
 
         def masked() -> dict[str, Tensor]:
             # The value is W⊙T, the gradient that of the identity: masked weights learn too.
-            return {
-                f"{name}.weight" if name else "weight": w + (w * masks[name] - w).detach() for name, w in layers.items()
-            }
+            return {name: w + (w * masks[name] - w).detach() for name, w in weights.items()}
 
         renew_all()
         optimizer = torch.optim.SGD(
@@ -77,7 +75,7 @@ class Surgery(Method):
         )
         training.run(model, optimizer, training.epochs - training.spent, weights=masked, after_step=after_step)
         with torch.no_grad():
-            for name, weight in layers.items():
+            for name, weight in weights.items():
                 weight.mul_(masks[name])
         return Outcome(model)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparsevd.errors import ArgumentError, DivergenceError
-from sparsevd.layers import SPARSE_TYPES
+from sparsevd.layers.linear import SparseOutputProjection
+from sparsevd.layers.registry import sparse_type
 from sparsevd.training.data import Data, batches, checked, number_of_examples
 from sparsevd.training.evaluation import Loss
 from sparsevd.training.generator import seed_epoch
@@ -142,9 +143,28 @@ class Training:
         model.eval()
 
 
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that a method may remove: those of layers that Sparse VD would convert. Tied ones have one name."""
+    names: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        for key in kind.names(module)[0] if (kind := sparse_type(module)) else ():
+            names.setdefault(module.get_parameter(key), f"{name}.{key}" if name else key)
+    found = {name: weight for weight, name in names.items()}
+    if not found:
+        raise ArgumentError(
+            f"no layer with a Sparse VD twin in {type(model).__name__}; there is nothing to make sparse"
+        )
+    return found
+
+
 def weight_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose weights a method may remove: those that Sparse VD would convert."""
-    layers = {name: module for name, module in model.named_modules() if type(module) in SPARSE_TYPES}
+    """Layers that have one such weight, for methods that put noise on what goes in or comes out."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if (kind := sparse_type(module)) and kind.names(module)[0] == ("weight",)
+        if kind is not SparseOutputProjection  # attention reads its weight, and never calls it
+    }
     if not layers:
         raise ArgumentError(f"no Linear or Conv layer in {type(model).__name__}; there is nothing to make sparse")
     return layers

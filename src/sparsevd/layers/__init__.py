@@ -3,6 +3,7 @@ of tests/test_layers.py ask for its case."""
 
 from torch import nn
 
+from sparsevd.layers.attention import SparseMultiheadAttention
 from sparsevd.layers.convolution import (
     SparseConv1d,
     SparseConv2d,
@@ -13,7 +14,15 @@ from sparsevd.layers.convolution import (
 )
 from sparsevd.layers.embedding import SparseEmbedding, SparseEmbeddingBag
 from sparsevd.layers.layer import INITIAL_LOG_SIGMA2, SparseLayer
-from sparsevd.layers.linear import SparseLinear
+from sparsevd.layers.linear import SparseLinear, SparseOutputProjection
+from sparsevd.layers.recurrent import (
+    SparseGRU,
+    SparseGRUCell,
+    SparseLSTM,
+    SparseLSTMCell,
+    SparseRNN,
+    SparseRNNCell,
+)
 
 # Every final class by the exact type of its plain twin.
 SPARSE_TYPES: dict[type[nn.Module], type[SparseLayer]] = {
@@ -28,6 +37,14 @@ SPARSE_TYPES: dict[type[nn.Module], type[SparseLayer]] = {
         SparseConvTranspose3d,
         SparseEmbedding,
         SparseEmbeddingBag,
+        SparseRNN,
+        SparseLSTM,
+        SparseGRU,
+        SparseRNNCell,
+        SparseLSTMCell,
+        SparseGRUCell,
+        SparseMultiheadAttention,
+        SparseOutputProjection,
     )
 }
 

@@ -1,6 +1,6 @@
 """Embeddings: the noise is drawn for each token that is looked up, so a token twice in a text has two samples."""
 
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ class SparseTable(SparseLayer):
     others = ()
     unit_axis = 1  # the rows are tokens
 
+    weight: Tensor
+    log_sigma2: Tensor
     padding_idx: int | None
     scale_grad_by_freq: bool
 
@@ -24,13 +26,15 @@ class SparseTable(SparseLayer):
             return f"max_norm={twin.max_norm} changes its rows in place when they are looked up, noise and all"
         if twin.sparse:
             return "sparse=True makes sparse gradients, but the KL has one for every row; set sparse=False"
+        return ""
+
+    @classmethod
+    def refusal_untied(cls, twin: nn.Module) -> str:
+        """A vector for padding learns nothing when looked up; as a row of a tied output layer it does."""
         padding, weight = twin.padding_idx, cast(Tensor, twin.weight)
         if padding is not None and not weight.is_meta and bool(weight[cast(int, padding)].any()):
             return "its vector for padding is not zero, and the KL would move it; set that row to zero, or exclude it"
         return ""
-
-    def arguments(self) -> dict[str, Any]:
-        return {"device": "meta"}
 
     def sampled(self, tokens: Tensor) -> Tensor:
         """θ + σ·ε of the row of each token; the row for padding has no noise."""

@@ -1,8 +1,9 @@
 """What all Sparse VD layers share: a torch layer whose weights each carry a learned Gaussian noise.
 
 A layer is built from its plain torch twin and takes over its parameters as they are: `weight` is θ, `bias` stays a
-plain parameter without noise, and `log_sigma2` (log σ², float32) is new. In training the output is sampled; in eval
-mode it is the twin's output with every weight of log α > threshold put to zero. `plain()` gives that twin.
+plain parameter without noise, and `log_sigma2` (log σ², float32) is new; a layer with several weights has a log σ² for
+each. In training the output is sampled; in eval mode it is the twin's output with every weight of log α > threshold put
+to zero. `plain()` gives that twin.
 """
 
 import copy
@@ -22,15 +23,12 @@ INITIAL_LOG_SIGMA2 = -8.0
 class SparseLayer(NoisyModule):
     """A layer with the parameters of its plain twin, and noise on those that `weights` names."""
 
-    plain_type: ClassVar[type[nn.Module]]
+    plain_type: type[nn.Module]  # of a registered class, that class
     options: ClassVar[tuple[str, ...]]  # constructor arguments of the plain twin, kept as attributes of the same name
-    weights: ClassVar[tuple[str, ...]] = ("weight",)  # parameters that carry noise ...
-    others: ClassVar[tuple[str, ...]] = ("bias",)  # ... and those that do not
+    weights: tuple[str, ...] = ("weight",)  # parameters that carry noise ...
+    others: tuple[str, ...] = ("bias",)  # ... and those that do not
+    children_kept: ClassVar[tuple[str, ...]] = ()  # modules inside the plain twin that the layer takes over
     unit_axis: ClassVar[int] = 0  # of the weights; the inputs are at the other of the first two
-
-    weight: Tensor
-    bias: Tensor | None
-    log_sigma2: Tensor
 
     def __init__(
         self,
@@ -41,9 +39,16 @@ class SparseLayer(NoisyModule):
         variance_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        self.attributes: dict[str, Any] = {}
+        if type(twin) is not self.plain_type:  # a class that was registered: its constructor may be like no other
+            self.plain_type = type(twin)
+            every = vars(nn.Module())
+            self.attributes = {name: value for name, value in vars(twin).items() if name not in every}
+        self.weights, self.others = self.names(twin)
         for option in self.options:
             setattr(self, option, getattr(twin, option))
-        for name in (*self.weights, *self.others):
+        named = (*self.weights, *self.others)
+        for name in sorted(named, key=[*twin._parameters, *named].index):  # in the twin's order
             self.register_parameter(name, cast(nn.Parameter | None, getattr(twin, name)))
         self.threshold = checked_threshold(threshold)
         self.initial_log_sigma2 = initial_log_sigma2
@@ -64,6 +69,16 @@ class SparseLayer(NoisyModule):
         """Why this very module of the plain type cannot be converted, or an empty string."""
         return ""
 
+    @classmethod
+    def refusal_untied(cls, twin: nn.Module) -> str:
+        """The same, unless its weight is that of another layer too."""
+        return ""
+
+    @classmethod
+    def names(cls, twin: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The parameters of this very module that carry noise, and those that do not."""
+        return cls.weights, cls.others
+
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The twin's output: sampled in training mode, with pruned weights in eval mode."""
@@ -76,23 +91,39 @@ class SparseLayer(NoisyModule):
         """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""
         return False
 
-    def pruned_weight(self) -> Tensor:
-        """The weight as eval mode uses it."""
-        return Posterior(self).pruned()
+    def pruned_weight(self, name: str = "weight") -> Tensor:
+        """A weight as eval mode uses it."""
+        return Posterior(self, name).pruned()
 
     def plain(self, threshold: float | None = None) -> nn.Module:
         """The plain torch layer with exact zeros, which computes what this layer computes in eval mode."""
-        twin = self.plain_type(**{option: getattr(self, option) for option in self.options}, **self.arguments())
+        twin = self._empty_twin()
         for posterior in self.posteriors():
             pruned = posterior.pruned(threshold).detach()
             twin.register_parameter(posterior.weight, nn.Parameter(pruned, posterior.theta.requires_grad))
         for name in self.others:
-            twin.register_parameter(name, copy.deepcopy(cast(nn.Parameter | None, getattr(self, name))))
+            other = cast(nn.Parameter | None, getattr(self, name))
+            if other is not None:
+                twin.register_parameter(name, copy.deepcopy(other))
         return twin.train(self.training)
 
+    def _empty_twin(self) -> nn.Module:
+        """The plain twin but for its parameters."""
+        if type(self).plain_type is self.plain_type:
+            with torch.device("meta"):  # its parameters, soon replaced, take no room
+                return self.plain_type(**self.arguments())
+        twin = self.plain_type.__new__(self.plain_type)
+        nn.Module.__init__(twin)
+        twin.__dict__.update(self.attributes)
+        noise = {posterior.noise for posterior in self.posteriors()}
+        for name in self._parameters:  # in their order
+            if name not in noise and not hasattr(twin, name):
+                twin.register_parameter(name, None)
+        return twin
+
     def arguments(self) -> dict[str, Any]:
-        """What the twin's constructor takes beside the options; on meta its parameters, soon replaced, take no room."""
-        return {"bias": self.bias is not None, "device": "meta"}
+        """What the twin's constructor takes."""
+        return {option: getattr(self, option) for option in self.options}
 
     def reset_parameters(self) -> None:
         """Fresh weights as the plain twin would draw them, and fresh noise: for layers made on the meta device."""
@@ -111,6 +142,5 @@ class SparseLayer(NoisyModule):
         return self
 
     def extra_repr(self) -> str:
-        settings = {option: getattr(self, option) for option in self.options}
-        settings |= {name: getattr(self, name) is not None for name in self.others} | {"threshold": self.threshold}
+        settings = self.arguments() | {"threshold": self.threshold}
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -51,6 +51,25 @@ class MatrixProduct(LinearMap):
 
 
 @final
+class ColumnProduct(LinearMap):
+    """A·W, with a column of the weight for each unit."""
+
+    @property
+    def channel(self) -> int:
+        return -1
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        output = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        return output.view(*input.shape[:-1], weight.shape[1])
+
+    def gradients(self, grad: Tensor, input: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> Gradients:
+        grad_input = grad @ weight.t() if wants[0] else None
+        grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+        return grad_input, input.t() @ grad if wants[1] else None
+
+
+@final
 @dataclass(frozen=True)
 class Convolution(LinearMap):
     """A ∗ w in any number of dimensions; `convolve` is torch's function for that number, transposed or not."""

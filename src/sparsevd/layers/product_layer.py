@@ -27,6 +27,10 @@ class Part:
 class ProductLayer(SparseLayer):
     """The forward equation, written once; each family calls `output` with its linear map."""
 
+    weight: Tensor
+    bias: Tensor | None
+    log_sigma2: Tensor
+
     def __init__(self, twin: nn.Module, **settings: Any):
         super().__init__(twin, **settings)
         self.part: Part | None = None  # set while `contraction` has made the weight smaller
@@ -40,7 +44,8 @@ class ProductLayer(SparseLayer):
                 f"{input.shape[linear_map.channel]}"
             )
         if self.training:
-            noisy = NoisyWeight(self.weight, self.bias, self.log_sigma2, self._variance_dtype(input, linear_map))
+            dtype = variance_dtype(self, linear_map, input, self.weight, self.log_sigma2)
+            noisy = NoisyWeight(self.weight, self.bias, self.log_sigma2, dtype)
             if part is None:
                 return sample(linear_map, input, noisy)
             return sample_part(linear_map, input, noisy, part.inputs, part.units, part.size)
@@ -59,9 +64,16 @@ class ProductLayer(SparseLayer):
             )
         return super().plain(threshold)
 
-    def _variance_dtype(self, input: Tensor, linear_map: LinearMap) -> torch.dtype:
-        if self.variance_dtype is not None:
-            return self.variance_dtype
-        if self.bfloat16_where_faster and worth_bfloat16(linear_map, input, self.weight):
-            return torch.bfloat16
-        return self.log_sigma2.dtype
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"bias": self.bias is not None}
+
+
+def variance_dtype(
+    layer: SparseLayer, linear_map: LinearMap, input: Tensor, theta: Tensor, log_sigma2: Tensor
+) -> torch.dtype:
+    """The type of A² and σ² in this product of a layer's."""
+    if layer.variance_dtype is not None:
+        return layer.variance_dtype
+    if layer.bfloat16_where_faster and worth_bfloat16(linear_map, input, theta):
+        return torch.bfloat16
+    return log_sigma2.dtype

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.kernels import door
-from sparsevd.layers.linear_map import LinearMap
+from sparsevd.layers.linear_map import LinearMap, MatrixProduct
 from sparsevd.layers.selection import select, spread, spread_plainly
 from sparsevd.posterior import equations
 
@@ -30,6 +30,12 @@ class NoisyWeight(NamedTuple):
 
     def without_bias(self) -> "NoisyWeight":
         return self._replace(bias=None)
+
+
+def sample_weights(theta: Tensor, log_sigma2: Tensor) -> Tensor:
+    """θ + σ·ε: a sample of the weights themselves, for layers that read them more than once (eq. 11)."""
+    noise = torch.exp(0.5 * log_sigma2) * torch.randn_like(log_sigma2)
+    return theta + noise.to(theta.dtype)
 
 
 def sample(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
@@ -89,7 +95,11 @@ def fused(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
 
 def _all_in_c(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> bool:
     """Whether this is a product of matrices that the kernels do whole."""
-    matrices = linear_map.channel == -1 and input.is_contiguous() and 0 not in (input.numel(), noisy.theta.numel())
+    matrices = (
+        isinstance(linear_map, MatrixProduct)
+        and input.is_contiguous()
+        and 0 not in (input.numel(), noisy.theta.numel())
+    )
     return matrices and noisy.variance_dtype is torch.float32 and kernels.sgemm() is not None
 
 

@@ -17,10 +17,14 @@ _BEFORE = "fast_path_before_surgery"
 
 
 def swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """The model with every replacement in all the places where its original stands; the model itself may be one."""
-    for module in list(model.modules()):
+    """The model with every replacement in all the places where its original stands; the model itself may be one.
+
+    A replacement may have taken children over from its original, which are exchanged too, but not that original itself.
+    """
+    inside = [module for each in (model, *replacements.values()) for module in each.modules()]
+    for module in inside:
         for name, child in module._modules.items():
-            if child is not None and child in replacements:
+            if child is not None and child in replacements and replacements[child] is not module:
                 module._modules[name] = replacements[child]
     return replacements.get(model, model)
 

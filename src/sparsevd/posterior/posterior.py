@@ -7,7 +7,7 @@ names "weight" becomes "log_sigma2": `weight` → `log_sigma2`, `weight_hh_l0` �
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, cast, final
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class NoisyModule(nn.Module, ABC):
     threshold: float
     variance_dtype: torch.dtype | None  # in which δ is computed; None: as the module likes, or bfloat16 if that ...
     bfloat16_where_faster: bool  # ... is allowed and faster
-    others: ClassVar[tuple[str, ...]]  # names of the parameters without noise
+    others: tuple[str, ...]  # names of the parameters without noise
 
     @abstractmethod
     def posteriors(self) -> Sequence["Posterior"]:

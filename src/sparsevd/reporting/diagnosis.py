@@ -105,7 +105,7 @@ def noise_at_the_start(summary: ModelSummary) -> str | None:
 @diagnosis
 def lost_everything(summary: ModelSummary) -> str | None:
     """A layer without weights."""
-    empty = [layer for layer in summary.layers if layer.weights and not layer.kept]
+    empty = _emptied(summary)
     if not empty:
         return None
     weights = sum(layer.weights for layer in empty)
@@ -169,8 +169,7 @@ def heavy_kl(summary: ModelSummary) -> str | None:
         return None
     if run.steps < run.steps_needed:  # that comes first: the KL may yet fall
         return None
-    emptied = any(layer.weights and not layer.kept for layer in summary.layers)
-    if kl / run.n_train < HEAVY_KL and not emptied:
+    if kl / run.n_train < HEAVY_KL and not _emptied(summary):
         return None
     return (
         f"the KL is heavy: {kl:,.0f} nats, {kl / run.n_train:.2g} for each of N = {run.n_train:,} examples, beside a "
@@ -178,6 +177,11 @@ def heavy_kl(summary: ModelSummary) -> str | None:
         "examples together, and few examples pay for few weights. To keep the accuracy instead, give a budget: "
         "fit(budget=sparsevd.Budget(max_error_increase=1))"
     )
+
+
+def _emptied(summary: ModelSummary) -> list[LayerSummary]:
+    """Those through which nothing passes any more; without its recurrent matrix a layer still reads its input."""
+    return [layer for layer in summary.layers if layer.weights and not layer.kept and "weight_hh" not in layer.name]
 
 
 def _names(layers: Iterable[LayerSummary]) -> str:

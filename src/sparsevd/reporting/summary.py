@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import ConversionError
-from sparsevd.layers import SPARSE_TYPES
+from sparsevd.layers.registry import sparse_type
 from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, equations, label_of, posteriors
 from sparsevd.reporting.diagnosis import Course, diagnose
 from sparsevd.reporting.table import table
@@ -161,7 +161,7 @@ def summary(model: nn.Module) -> ModelSummary:
             if id(weight) in noisy:
                 rows.setdefault(id(weight), summarise_posterior(noisy[id(weight)]))
             else:
-                label = name if key == "weight" else f"{name}.{key}"
+                label = label_of(f"{name}.{key}" if name else key)
                 rows.setdefault(id(weight), summarise_layer(label, type(module).__name__, weight))
     if not rows:
         raise ConversionError(f"no layer with a Sparse VD twin in {type(model).__name__}; there is nothing to sum up")
@@ -187,7 +187,8 @@ def _weights(module: nn.Module) -> Sequence[str]:
     """The names of the tensors of a module that count as weights: those with noise, or that would get it."""
     if isinstance(module, NoisyModule):
         return [posterior.weight for posterior in module.posteriors()]
-    return SPARSE_TYPES[type(module)].weights if type(module) in SPARSE_TYPES else ()
+    kind = sparse_type(module)
+    return kind.names(module)[0] if kind else ()
 
 
 def summarise_posterior(posterior: Posterior) -> LayerSummary:

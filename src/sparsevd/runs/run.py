@@ -31,7 +31,7 @@ from sparsevd.files import atomic, json_object, lock
 from sparsevd.files.tensors import write_tensors
 from sparsevd.graph import DTYPES, Graph, to_module
 from sparsevd.graph.cost import operations
-from sparsevd.layers import SPARSE_TYPES
+from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.reporting.summary import ModelSummary
 from sparsevd.runs import sources
@@ -259,7 +259,7 @@ class Run:
         if checkpoint and checkpoint.posteriors:
             layers = {name.rpartition(".")[0]: known["threshold"] for name, known in checkpoint.posteriors.items()}
             modules = dict(network.named_modules(remove_duplicate=False))
-            unknown = [name for name in layers if type(modules.get(name)) not in SPARSE_TYPES]
+            unknown = [name for name in layers if sparse_type(modules.get(name)) is None]
             if unknown:
                 raise CheckpointError(
                     f"{self.file} belongs to another network: that has no layer {', '.join(unknown[:5])}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import CheckpointError
 from sparsevd.files.json_object import shown
-from sparsevd.posterior import named_posteriors, posteriors
+from sparsevd.posterior import named_posteriors, noisy_modules, posteriors
 from sparsevd.training.checkpoint import Checkpoint, check_fit
 from sparsevd.training.history import History
 
@@ -116,8 +116,10 @@ def check_generator(rng: Tensor, path: Path) -> None:
 def put_back(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """After the checks: the model and the optimizer as they were when the checkpoint was written."""
     model.load_state_dict(checkpoint.model)
-    for name, posterior in named_posteriors(model).items():
-        posterior.layer.threshold = checkpoint.posteriors[name]["threshold"]
+    for prefix, layer in noisy_modules(model).items():  # not each posterior: layers that share one have their own each
+        for each in layer.posteriors():
+            name = f"{prefix}.{each.weight}" if prefix else each.weight
+            layer.threshold = checkpoint.posteriors[name]["threshold"]
     parameters = dict(model.named_parameters())
     for key, value in checkpoint.optimizer.items():
         name, _, slot = key.rpartition("/")

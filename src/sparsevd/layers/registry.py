@@ -1,0 +1,44 @@
+"""Which layer has which Sparse VD twin: torch's own in `SPARSE_TYPES`, those of other libraries, and what users add."""
+
+from torch import nn
+
+from sparsevd.errors import ArgumentError
+from sparsevd.layers import SPARSE_TYPES
+from sparsevd.layers.layer import SparseLayer
+from sparsevd.layers.linear import SparseConv1D
+
+# By the name of the class, so that nobody has to import it.
+OF_OTHER_LIBRARIES: dict[str, type[SparseLayer]] = {"transformers.pytorch_utils.Conv1D": SparseConv1D}
+REGISTERED: dict[type[nn.Module], type[SparseLayer]] = {}
+
+
+def register(plain: type[nn.Module], *, like: type[nn.Module]) -> None:
+    """Let `sparsify` convert a layer of your own, as it converts the one that it is like.
+
+        sparsevd.register(MyLinear, like=nn.Linear)
+
+    Args:
+        plain: the class, this very one and none derived from it. It must hold the parameters and options of the other
+            under the same names, and compute the same from them: in training, its own `forward` is not called. `prune`
+            gives it back with all its attributes.
+        like: a layer that Sparse VD knows, such as nn.Linear; or a `SparseLayer` that you wrote for it.
+    """
+    if not (isinstance(plain, type) and issubclass(plain, nn.Module)):
+        raise ArgumentError(f"{plain!r} must be a class of modules, such as MyLinear (not one of its instances)")
+    if plain in SPARSE_TYPES:
+        raise ArgumentError(f"{plain.__name__} is a layer that Sparse VD knows already")
+    if isinstance(like, type) and issubclass(like, SparseLayer):
+        REGISTERED[plain] = like
+    elif like in SPARSE_TYPES:
+        REGISTERED[plain] = SPARSE_TYPES[like]
+    else:
+        raise ArgumentError(f"like={like!r} must be one of {', '.join(each.__name__ for each in SPARSE_TYPES)}")
+
+
+def sparse_type(module: nn.Module | None) -> type[SparseLayer] | None:
+    """The type of a module's Sparse VD twin, by its exact type; None if there is none."""
+    if module is None:
+        return None
+    kind = type(module)
+    by_name = OF_OTHER_LIBRARIES.get(f"{kind.__module__}.{kind.__qualname__}")
+    return SPARSE_TYPES.get(kind) or REGISTERED.get(kind) or by_name
