@@ -510,6 +510,15 @@ def test_counts_of_numpy_are_integers_too():
     assert {type(each) for each in (schedule.n_train, schedule.total_steps, schedule.steps_per_epoch)} == {int}
 
 
+def test_what_processes_would_measure_differently_is_refused(monkeypatch):
+    monkeypatch.setattr("sparsevd.training.attachment._world_size", lambda: 2)
+    model = network()
+    optimizer = torch.optim.SGD(sparsevd.parameter_groups(model, RATE))
+    for budget in (sparsevd.Budget(max_error_increase=1), sparsevd.Budget(max_bytes=10_000)):
+        with pytest.raises(ArgumentError, match="only a budget of sparsity"):
+            sparsevd.attach(optimizer, model, n_train=N, total_steps=STEPS, budget=budget, val=batch(0, 0, 1))
+
+
 def test_optimizers_that_cannot_be_attached_to():
     model = network()
     with pytest.raises(ArgumentError, match="BoundAdam adds the KL by itself"):

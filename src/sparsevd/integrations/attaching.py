@@ -101,7 +101,7 @@ class Attaching:
         schedule = self.schedule
         if schedule is None:
             return {}
-        found = schedule.report() | {"beta": schedule.beta(schedule.progress)}
+        found = schedule.report()
         for each in schedule.posteriors if self.log_layers else ():
             kept = each.kept()
             label = label_of(each.name) or each.name

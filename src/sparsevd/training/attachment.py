@@ -94,7 +94,19 @@ def attach(
             SparseVDWarning,
             stacklevel=2,
         )
-    for each in found:
+    _check_optimizers(found)
+    judge = None
+    if budget is not None:
+        _check_budget(budget, bare, val)
+        if budget.measures and val is not None:
+            with cut_at(bare, math.inf):  # the network as it was before it had noise
+                judge = budget.judge(bare, val, loss, forward, strict=True)
+    config = replace(config or FitConfig(), contract=False)
+    return Attached(found, bare, config, int(n_train), budget, judge, int(total), int(per_epoch))
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for each in optimizers:
         if isinstance(each, BoundAdam):
             raise ArgumentError("BoundAdam adds the KL by itself; attach to a torch.optim.AdamW, which goes as fast")
         if isinstance(each, torch.optim.LBFGS):
@@ -103,21 +115,24 @@ def attach(
             )
         if any(group.get("maximize") for group in each.param_groups):
             raise ArgumentError("maximize=True would maximise the KL too; minimise the negative of what it maximises")
-    judge = None
-    if budget is not None:
-        if not isinstance(budget, Budget):
-            raise ArgumentError(f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
-        if budget.measures and val is None:
-            raise ArgumentError(
-                "a budget of error or loss is measured on held-out data: give val=, and loss= if needed"
-            )
-        if any(is_spread(p) for p in bare.parameters()):
-            raise ArgumentError("a budget needs the whole network on every process, which FSDP has not; use DDP")
-        if budget.measures and val is not None:
-            with cut_at(bare, math.inf):  # the network as it was before it had noise
-                judge = budget.judge(bare, val, loss, forward, strict=True)
-    config = replace(config or FitConfig(), contract=False)
-    return Attached(found, bare, config, int(n_train), budget, judge, int(total), int(per_epoch))
+
+
+def _check_budget(budget: Budget, model: nn.Module, val: Data | None) -> None:
+    if not isinstance(budget, Budget):
+        raise ArgumentError(f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)")
+    if budget.measures and val is None:
+        raise ArgumentError("a budget of error or loss is measured on held-out data: give val=, and loss= if needed")
+    if any(is_spread(p) for p in model.parameters()):
+        raise ArgumentError("a budget needs the whole network on every process, which FSDP has not; use DDP")
+    if (budget.measures or budget.max_bytes is not None) and _world_size() > 1:
+        raise ArgumentError(  # batch norm has other statistics on each process, and they would decide differently
+            "on several processes only a budget of sparsity is the same for all of them; for another one use "
+            "sparsevd.fit, which trains on several processes too"
+        )
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _counts(value: object) -> bool:
@@ -399,7 +414,7 @@ class Attached(Schedule):
 
 def _make_noise_differ() -> None:
     """Processes that were given the same seed would draw the same noise: a batch's worth of it instead of several."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _world_size() == 1:
         return
     mine = torch.get_rng_state().to(torch.int64)
     fingerprint = int((mine * torch.arange(1, len(mine) + 1)).sum())
