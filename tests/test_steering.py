@@ -308,9 +308,21 @@ def test_noise_is_off_while_it_settles_and_zeros_stay(dense):
     sparsevd.fit(
         model, TRAIN, None, CONFIG, budget=sparsevd.Budget(sparsity=0.9), progress=False, callbacks=[Watch(model)]
     )
-    late = [each for each in seen if each[0] > steering.LEARNING + 0.01]
-    assert all(noisy for progress, noisy, *_ in seen if progress < steering.LEARNING)
-    assert not any(noisy for _, noisy, *_ in late)
+    late = [each for each in seen if not each[1]]
+    assert seen[-len(late) :] == late  # once off, it stays off
+    assert steering.WARM_UP + steering.TENTH <= late[0][0] <= steering.LEARNING + 0.01
     assert all(training for *_, training, _ in late[:-1])
     counts = [alive for *_, alive in late]
     assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize(("left", "ends"), [([0.8, 0.5, 0.3, 0.2, 0.1, 0.05], None), ([0.8, 0.6, 0.57, 0.5], 0.303)])
+def test_learning_ends_where_the_noise_takes_no_more(dense, monkeypatch, left, ends):
+    model = sparsevd.sparsify(dense)
+    steered = steering.Steering(model, posteriors(model), sparsevd.Budget(sparsity=0.9), None, 1000)
+    for tenth, share in enumerate(left, start=1):
+        monkeypatch.setattr(steered, "_softly_kept", lambda share=share: share)
+        steered.look(min(0.101 * tenth, steering.LEARNING - 0.01), 1.0, torch.optim.SGD(model.parameters(), 0.1))
+        if steered.learning and steered._learns_until < steering.LEARNING:
+            break
+    assert steered._learns_until == pytest.approx(ends or steering.LEARNING)
