@@ -177,3 +177,16 @@ def test_mistakes(trained):
     numbers = torch.randn(20, 30), torch.randn(20, 2)
     with pytest.raises(ArgumentError, match="max_error_increase is for classification"):
         sparsevd.prune(trained, budget=by_error, data=numbers, loss=F.mse_loss)
+
+
+def test_held_out_examples_of_one_class_are_said(trained):
+    x, y = problem(300, 3)
+    budget = sparsevd.Budget(max_error_increase=5.0)
+    with pytest.warns(SparseVDWarning, match=r"all \d+ held-out examples are of class 1, so the budget says nothing"):
+        sparsevd.prune(trained, budget=budget, data=(x[y == 1], y[y == 1]))
+
+
+def test_held_out_data_of_another_shape_is_refused_in_a_sentence(trained):
+    budget = sparsevd.Budget(max_error_increase=5.0, reference=nn.Linear(7, 2))
+    with pytest.raises(ArgumentError, match="that a budget is compared with cannot be measured on the held-out data"):
+        sparsevd.prune(trained, budget=budget, data=problem(100))

@@ -8,6 +8,7 @@ since a network that is trained further becomes surer or less sure of the same a
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
 from sparsevd.layers.modes import in_eval_mode
 from sparsevd.training.data import Data, batches, checked
 from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, device_of, evaluate
@@ -96,7 +97,7 @@ class Judge:
         self._allowed = {"error": error, "loss": loss_rise, "metric": metric_fall}
         network = reference if isinstance(reference, nn.Module) else None
         if isinstance(reference, nn.Module):
-            base = self.measure(reference)
+            base = self._measured_first(reference)
             unknown = [name for name in ("loss", "metric") if not math.isfinite(getattr(base, name) or 0.0)]
             if unknown:
                 raise ArgumentError(
@@ -109,6 +110,8 @@ class Judge:
             base = Evaluation(math.nan, float(reference))
         if error is not None and base.error is None:
             raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
+        if error is not None:
+            _warn_of_one_class(self.data)
         self._strict = strict
         self.compare_with(base, None)
         if self.few and network is not None and _classes(self.data):
@@ -163,6 +166,18 @@ class Judge:
             metric=metric if found.metric is not None else None,
         )
 
+    def _measured_first(self, reference: nn.Module) -> Evaluation:
+        """The first look at this data: what does not fit together shows here."""
+        try:
+            return self.measure(reference)
+        except SparseVDError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as problem:  # what torch raises for shapes and types
+            raise ArgumentError(
+                f"the network that a budget is compared with cannot be measured on the held-out data: {problem}. Its "
+                "inputs, outputs and targets must be those of the training data"
+            ) from problem
+
     def room(self, found: Evaluation) -> float:
         """What an evaluation leaves of the budget."""
         return min(limit.room(value) for limit, value in self._compared(found))
@@ -204,6 +219,20 @@ class Judge:
         logits, target = torch.cat(outputs), torch.cat(targets)
         losses = [F.cross_entropy(logits / temperature, target).item() for temperature in TEMPERATURES]
         return min(self._agreed(losses))
+
+
+def _warn_of_one_class(data: Data) -> None:
+    """Held-out data that was cut off a sorted set: its error says nothing of the other classes."""
+    targets = [y for _, y in batches(data, EVALUATION_BATCH, shuffle=False)]
+    found = torch.cat([y.flatten() for y in targets]).unique()
+    count = sum(len(y) for y in targets)
+    if len(found) == 1 and count > 1:
+        warnings.warn(
+            f"all {count:,} held-out examples are of class {found.item():g}, so the budget says nothing about the "
+            "others; shuffle the data before it is split",
+            SparseVDWarning,
+            stacklevel=6,
+        )
 
 
 def _classes(data: Data) -> bool:
