@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := .venv/bin/
 
-.PHONY: setup demo test test-all fuzz check figures clean
+.PHONY: setup demo test test-all fuzz check docs figures clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -28,6 +28,11 @@ check: setup
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
+
+# The site, in build/site/index.html. A warning, such as a link that leads nowhere, is an error.
+docs: setup
+	$(RUN)python -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs --doctree-dir build/doctrees . build/site
+	@echo "the site: build/site/index.html"
 
 # A test file per process at a time, each with one thread: twice as fast on two cores.
 test: check

@@ -1,8 +1,9 @@
 """What a runtime does with zeros: the same network without zeros, with zeros at random, and with half its units removed.
 
-    python benchmarks/zeros.py
+    python benchmarks/zeros.py            # measures for some minutes
+    python benchmarks/zeros.py tables     # prints the tables of docs/deployment.md from the record
 
-One thread, all contenders in turns in one process; ratios are of times measured in the same turn. The times are CPU
+One thread, all contenders in turns in one process, in random order; ratios are of times measured in the same turn. The times are CPU
 seconds of the process, so that other work on the machine counts as little as it can. A runtime that is not
 installed (OpenVINO) or does not work here (torch.compile without a C++ compiler) is named with the reason. Files are
 written once each. Results go to results/zeros.json; docs/deployment.md reads them out.
@@ -14,6 +15,7 @@ import io
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -170,10 +172,12 @@ def case(network: nn.Module, x: Tensor) -> dict[str, Any]:
         seconds(call, 3)
         counts[key] = max(1, round(SLICE / seconds(call, 3)))
     measured: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for _ in range(TURNS):
-        for key, call in calls.items():
-            call()
-            measured[key].append(seconds(call, counts[key]))
+    order = list(calls)
+    for turn in range(TURNS):
+        random.Random(turn).shuffle(order)  # nobody always comes first after another runtime has used the caches
+        for key in order:
+            calls[key]()
+            measured[key].append(seconds(calls[key], counts[key]))
     present = [runtime for runtime in RUNTIMES if runtime not in absent]
     return {
         "batch": len(x),
@@ -202,7 +206,32 @@ def versions() -> dict[str, str]:
     return found
 
 
+def times(found: dict[str, float]) -> str:
+    return f"{found['median']:.2g}× ({found['low']:.2g}–{found['high']:.2g})"
+
+
+def tables(record: dict[str, Any]) -> str:
+    """What the page shows of the record."""
+    cases = record["cases"]
+    lines = [f"| times faster than without zeros | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
+    for variant, title in (("zeros", f"{record['zeros']:.0%} zeros at random"), ("compacted", "half the units, compacted")):
+        for runtime in RUNTIMES:
+            cells = [
+                times(found["times_faster"][runtime][variant]) if runtime in found["times_faster"] else "not measured"
+                for found in cases.values()
+            ]
+            lines.append(f"| {title}: {runtime} | {' | '.join(cells)} |")
+    found = cases["linear 1024-1024-1024-10, batch 16"]["bytes"]
+    lines += ["", "| bytes, linear 1024-1024-1024-10 | no zeros | zeros at random | half the units, compacted |", "|---|---|---|---|"]
+    for kind in found["zeros"]:
+        lines.append(f"| {kind} | {' | '.join(f'{found[variant][kind]:,}' for variant in found)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
+    if sys.argv[1:] == ["tables"]:
+        print(tables(json.loads(RESULTS.read_text(encoding="utf-8"))), end="")
+        return
     torch.manual_seed(0)
     torch.set_num_threads(1)
     linear = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
@@ -228,7 +257,7 @@ def main() -> None:
         "cases": cases,
     }
     write(RESULTS, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    json.dump({name: found["times_faster"] for name, found in cases.items()}, sys.stdout, indent=1)
+    print(tables(record), end="")
 
 
 if __name__ == "__main__":

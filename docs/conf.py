@@ -9,15 +9,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_site"))
 
+from sphinx.ext.autodoc.mock import mock
+
 import sparsevd
+
+# Other people's trainers are only the parents of our callbacks, and take longer to import than the site to build.
+with mock(["lightning", "transformers", "accelerate"]):
+    import sparsevd.integrations.lightning
+    import sparsevd.integrations.transformers  # noqa: F401
 
 project = "sparsevd"
 version = release = sparsevd.__version__
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "experiments/README.md"]
+include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "runs", "src", "tests"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "docstrings", "code_links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "docstrings", "code_links", "navigation"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on a forge
 suppress_warnings = ["myst.xref_ambiguous"]
