@@ -1,12 +1,12 @@
-"""What a runtime does with zeros: the same network without zeros, with zeros at random, and with half its units removed.
+"""What a runtime does with zeros: one network without zeros, with zeros at random, and with half its units removed.
 
     python benchmarks/zeros.py            # measures for some minutes
     python benchmarks/zeros.py tables     # prints the tables of docs/deployment.md from the record
 
-One thread, all contenders in turns in one process, in random order; ratios are of times measured in the same turn. The times are CPU
-seconds of the process, so that other work on the machine counts as little as it can. A runtime that is not
-installed (OpenVINO) or does not work here (torch.compile without a C++ compiler) is named with the reason. Files are
-written once each. Results go to results/zeros.json; docs/deployment.md reads them out.
+One thread, all contenders in one process, in turns and in random order; ratios are of times measured in the same turn.
+The times are CPU seconds of the process, so that other work on the machine counts as little as it can. A runtime that is
+not installed (OpenVINO) or does not work here (torch.compile without a C++ compiler) is named with the reason. Files
+are written once each. Results go to results/zeros.json.
 """
 
 import contextlib
@@ -214,7 +214,10 @@ def tables(record: dict[str, Any]) -> str:
     """What the page shows of the record."""
     cases = record["cases"]
     lines = [f"| times faster than without zeros | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
-    for variant, title in (("zeros", f"{record['zeros']:.0%} zeros at random"), ("compacted", "half the units, compacted")):
+    for variant, title in (
+        ("zeros", f"{record['zeros']:.0%} zeros at random"),
+        ("compacted", "half the units, compacted"),
+    ):
         for runtime in RUNTIMES:
             cells = [
                 times(found["times_faster"][runtime][variant]) if runtime in found["times_faster"] else "not measured"
@@ -222,7 +225,11 @@ def tables(record: dict[str, Any]) -> str:
             ]
             lines.append(f"| {title}: {runtime} | {' | '.join(cells)} |")
     found = cases["linear 1024-1024-1024-10, batch 16"]["bytes"]
-    lines += ["", "| bytes, linear 1024-1024-1024-10 | no zeros | zeros at random | half the units, compacted |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| bytes, linear 1024-1024-1024-10 | no zeros | zeros at random | half the units, compacted |",
+        "|---|---|---|---|",
+    ]
     for kind in found["zeros"]:
         lines.append(f"| {kind} | {' | '.join(f'{found[variant][kind]:,}' for variant in found)} |")
     return "\n".join(lines) + "\n"

@@ -16,7 +16,7 @@ import sparsevd
 # Other people's trainers are only the parents of our callbacks, and take longer to import than the site to build.
 with mock(["lightning", "transformers", "accelerate"]):
     import sparsevd.integrations.lightning
-    import sparsevd.integrations.transformers  # noqa: F401
+    import sparsevd.integrations.transformers
 
 project = "sparsevd"
 version = release = sparsevd.__version__
@@ -24,7 +24,15 @@ root_doc = "docs/index"
 include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "runs", "src", "tests"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "docstrings", "code_links", "navigation"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "mathml",
+    "docstrings",
+    "code_links",
+    "navigation",
+]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on a forge
 suppress_warnings = ["myst.xref_ambiguous"]

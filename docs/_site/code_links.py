@@ -16,7 +16,13 @@ def link(app: Sphinx, document: nodes.document) -> None:
         if match is None or isinstance(inside, nodes.reference | nodes.title | pending_xref):
             continue
         reference = pending_xref(
-            "", refdomain="py", reftype="obj", reftarget=match[1], refexplicit=True, refwarn=False, refdoc=app.env.docname
+            "",
+            refdomain="py",
+            reftype="obj",
+            reftarget=match[1],
+            refexplicit=True,
+            refwarn=False,
+            refdoc=app.env.docname,
         )
         literal.replace_self(reference)
         reference += literal

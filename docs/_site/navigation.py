@@ -3,7 +3,12 @@
 It is put below the first page when the site is built, so that this page stays readable on a forge.
 """
 
-from sphinx.application import Sphinx
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the tests read this file without Sphinx
+    from sphinx.application import Sphinx
 
 FIRST_PAGE = "docs/index"
 
