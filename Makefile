@@ -46,6 +46,7 @@ test: check
 # The whole product, with a tenth of the trials and every name of the C export: at most half an hour.
 test-all: test docs
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_c_export.py
+	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_documents.py -k tutorials
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_cli.py -k killed_runs
 	cd tests && ../$(RUN)python -m fuzz --part 0.1
 

@@ -4,8 +4,8 @@
     python benchmarks/zeros.py tables     # prints the tables of docs/deployment.md from the record
 
 One thread, all contenders in one process, in turns and in random order; ratios are of times measured in the same turn.
-The times are CPU seconds of the process, so that other work on the machine counts as little as it can. A runtime that is
-not installed (OpenVINO) or does not work here (torch.compile without a C++ compiler) is named with the reason. Files
+The times are CPU seconds of the process, so that other work on the machine counts as little as it can. A runtime that
+is not installed (OpenVINO) or does not work here (torch.compile without a C++ compiler) is named with the reason. Files
 are written once each. Results go to results/zeros.json.
 """
 

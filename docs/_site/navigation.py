@@ -13,50 +13,50 @@ if TYPE_CHECKING:  # the tests read this file without Sphinx
 FIRST_PAGE = "docs/index"
 
 NAVIGATION = {
-    "Tutorials": [
-        "docs/tutorials/sparsify-your-model",
-        "docs/tutorials/keep-to-a-budget",
-        "docs/tutorials/your-own-loop",
-        "docs/tutorials/ship-it",
-    ],
-    "Training": [
-        "docs/training",
-        "docs/loops",
-        "docs/budgets",
-        "docs/layers",
-        "docs/linear_models",
-        "docs/coming-from",
-    ],
-    "Running": [
-        "docs/deployment",
-        "docs/inference",
-        "docs/compaction",
-        "docs/format",
-    ],
-    "The method and its evidence": [
-        "docs/method",
-        "docs/results",
-        "experiments/README",
-        "docs/training-cost",
-        "docs/reliability",
-        "docs/limits",
-    ],
-    "Reference": [
-        "docs/api/sparsevd",
-        "docs/api/linear_model",
-        "docs/api/integrations",
-        "docs/api/baselines",
-        "docs/api/zoo",
-        "docs/api/posterior",
-        "CONTRIBUTING",
-    ],
+    "Tutorials": {
+        "docs/tutorials/sparsify-your-model": "Sparsify your model",
+        "docs/tutorials/keep-to-a-budget": "Keep to a budget",
+        "docs/tutorials/your-own-loop": "Your own loop",
+        "docs/tutorials/ship-it": "Ship it",
+    },
+    "Training": {
+        "docs/training": "Training",
+        "docs/loops": "Loops and trainers",
+        "docs/budgets": "Budgets",
+        "docs/layers": "Layers",
+        "docs/linear_models": "Linear models",
+        "docs/coming-from": "Coming from another library",
+    },
+    "Running": {
+        "docs/deployment": "What runtimes do with zeros",
+        "docs/inference": "Faster on a CPU",
+        "docs/compaction": "Fewer units, and ONNX",
+        "docs/format": "The model file",
+    },
+    "The method and its evidence": {
+        "docs/method": "The method",
+        "docs/results": "Results",
+        "experiments/README": "The paper's claims",
+        "docs/training-cost": "Cost of training",
+        "docs/reliability": "Reliability",
+        "docs/limits": "Limits",
+    },
+    "Reference": {
+        "docs/api/sparsevd": "sparsevd",
+        "docs/api/linear_model": "sparsevd.linear_model",
+        "docs/api/integrations": "sparsevd.integrations",
+        "docs/api/baselines": "sparsevd.baselines",
+        "docs/api/zoo": "sparsevd.zoo",
+        "docs/api/posterior": "sparsevd.posterior",
+        "CONTRIBUTING": "Contributing",
+    },
 }
 
 
 def toctrees() -> str:
     parts = []
     for caption, pages in NAVIGATION.items():
-        lines = [f"/{page}" for page in pages]
+        lines = [f"{title} </{page}>" for page, title in pages.items()]
         parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *lines, "```"]))
     return "\n\n".join(parts)
 
