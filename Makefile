@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := .venv/bin/
 
-.PHONY: setup demo test test-all fuzz check figures clean
+.PHONY: setup demo test test-all fuzz check docs figures clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -29,13 +29,24 @@ check: setup
 	$(RUN)ruff format --check .
 	$(RUN)mypy
 
+# What only the site needs: it would make every set-up longer.
+.venv/ready-for-docs: .venv/ready
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+# The site, in build/site/index.html. A warning, such as a link that leads nowhere, is an error.
+docs: .venv/ready-for-docs
+	$(RUN)python -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs --doctree-dir build/doctrees . build/site
+	@echo "the site: build/site/index.html"
+
 # A test file per process at a time, each with one thread: twice as fast on two cores.
 test: check
 	OMP_NUM_THREADS=1 $(RUN)pytest --numprocesses auto --dist loadfile
 
 # The whole product, with a tenth of the trials and every name of the C export: at most half an hour.
-test-all: test
+test-all: test docs
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_c_export.py
+	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_documents.py -k tutorials
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_cli.py -k killed_runs
 	cd tests && ../$(RUN)python -m fuzz --part 0.1
 

@@ -130,7 +130,7 @@ def test_a_spread_network_says_what_to_do(monkeypatch):
         sparsevd.kl(model)
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "loops.md").read_text(encoding="utf-8")
 SCRIPTS = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if code.startswith("# torchrun")]
 
 

@@ -1,9 +1,8 @@
-"""Rules the whole project keeps: the order of imports, a light import, built kernels, documentation that runs."""
+"""Rules the whole project keeps: the order of imports, a light import, built kernels."""
 
 import ast
 import ctypes
 import hashlib
-import importlib
 import os
 import re
 import shutil
@@ -13,10 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
 
 from sparsevd import kernels
-from sparsevd.moved import MOVED
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "sparsevd"
@@ -134,102 +131,3 @@ def exported(library: ctypes.CDLL, name: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-
-
-DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "experiments/*.md")
-    for path in ROOT.glob(pattern)
-)
-
-
-def test_readme_is_short():
-    """The page of a project, not its ledger: numbers belong on the pages it leads to."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 800
-    (code,) = blocks(ROOT / "README.md", "python")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own, as the next ones
-@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
-@pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(ROOT / name, "python")])
-def test_code_in_documents_runs(document, monkeypatch, tmp_path, capsys):
-    """The examples of README and pages, on random data of MNIST's shape and for one epoch."""
-    images, labels = torch.rand(300, 1, 28, 28), torch.randint(0, 10, (300,))
-    splits = type("Splits", (), {"train": (images, labels), "test": (images, labels)})
-    monkeypatch.setattr("sparsevd.zoo.datasets.load", lambda name: splits)
-    monkeypatch.chdir(tmp_path)
-    for code in blocks(ROOT / document, "python"):
-        if code.startswith("# torchrun"):
-            continue  # test_distributed.py runs these
-        exec(compile(code.replace("epochs=40", "epochs=1"), document, "exec"), {})
-    shown = capsys.readouterr().out
-    assert shown
-    if document == "README.md":
-        assert "fewer weights" in shown
-
-
-def test_readme_says_how_to_start():
-    targets = re.findall(r"^make (\w+)", "\n".join(blocks(ROOT / "README.md", "bash")), re.MULTILINE)
-    assert {"demo", "test"} <= set(targets)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_in_documents_exist(document):
-    """In blocks and inside sentences: every target of make, every command, every option."""
-    from typer.testing import CliRunner
-
-    from sparsevd.cli import app
-
-    text = (ROOT / document).read_text(encoding="utf-8")
-    lines = "\n".join([*blocks(ROOT / document, "bash"), *re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)])
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^make ([\w-]+)", lines, re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    commands = re.findall(r"^(?:\.venv/bin/)?sparsevd (\w+)(.*)$", lines, re.MULTILINE)
-    assert commands or document != "README.md"
-    for name, rest in commands:
-        shown = CliRunner().invoke(app, [name, "--help"])
-        assert shown.exit_code == 0, name
-        for option in re.findall(r"--[\w-]+", rest.partition("#")[0]):
-            assert option in shown.output, (name, option)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_names_in_documents_exist(document):
-    """`sparsevd.zoo.models` is somewhere. A name of the first edition is an error here."""
-    for dotted in set(re.findall(r"(?<![\w/])sparsevd((?:\.\w+)+)", (ROOT / document).read_text(encoding="utf-8"))):
-        found, place = importlib.import_module("sparsevd"), "sparsevd"
-        for part in dotted[1:].split("."):
-            place = f"{place}.{part}"
-            assert place not in MOVED, f"{place} is now {MOVED[place][0]}"
-            if not hasattr(found, part):
-                importlib.import_module(place)
-            found = getattr(found, part)
-
-
-def test_readme_has_no_placeholders():
-    assert not re.search(r"RESULT|TODO|XXX", (ROOT / "README.md").read_text(encoding="utf-8"))
-
-
-def anchors(path: Path) -> set[str]:
-    """The names that a page's headings have in links, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text(encoding="utf-8")):
-        if target.startswith("https://"):
-            continue
-        page, _, anchor = target.partition("#")
-        path = (ROOT / document).parent / page if page else ROOT / document
-        assert path.exists(), target
-        assert not anchor or anchor in anchors(path), target

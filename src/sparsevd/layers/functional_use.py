@@ -15,7 +15,8 @@ _HARMLESS |= {"requires_grad", "requires_grad_", "shape", "size", "storage"}
 
 def modules_read(module: nn.Module) -> list[nn.Module]:
     """The modules below this one whose weight its forward reads, as far as its source says so."""
-    if type(module).forward.__module__.startswith("torch."):  # its fused paths are known
+    home = type(module).forward.__module__ or ""  # None for what `exec` made in a namespace without a name
+    if home.startswith("torch."):  # its fused paths are known
         return []
     found = []
     for path in _paths(type(module).forward):
