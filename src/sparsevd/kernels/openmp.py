@@ -59,7 +59,7 @@ def _file_of(library: Path | None) -> str | None:
     """Where a library, or None for what is visible to all, finds OpenMP's functions."""
     found = _Symbol()
     try:
-        address = ctypes.cast(getattr(ctypes.CDLL(library and str(library)), _FUNCTION), ctypes.c_void_p)
+        address = ctypes.cast(getattr(ctypes.CDLL(str(library) if library else None), _FUNCTION), ctypes.c_void_p)
         dladdr = ctypes.CDLL(None).dladdr
     except (OSError, AttributeError, TypeError):  # TypeError: Windows has no None
         return None
