@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := .venv/bin/
 
-.PHONY: setup demo test test-all fuzz check docs figures clean
+.PHONY: setup demo test test-all fuzz check docs figures wheel wheel-test clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -14,7 +14,7 @@ setup: .venv/ready
 	  { echo "sparsevd needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[figures,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[figures,package,test]"
 	@touch $@
 
 demo: setup
@@ -49,10 +49,26 @@ test-all: test docs
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_documents.py -k tutorials
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_cli.py -k killed_runs
 	cd tests && ../$(RUN)python -m fuzz --part 0.1
+	$(MAKE) wheel-test
 
 # Hostile files, wrong shapes, kills and full disks in full numbers: about an hour.
 fuzz: setup
 	cd tests && ../$(RUN)python -m fuzz --record ../benchmarks/results/fuzz.json
 
+# One wheel for this platform and every Python, in dist; auditwheel names the oldest Linux that it runs on.
+wheel: setup
+	rm -rf build dist
+	$(RUN)python -m build --outdir build/dist .
+	mkdir dist && cp build/dist/*.tar.gz dist
+	@case "$$(echo build/dist/*.whl)" in \
+	  *-linux_*) PATH="$(CURDIR)/.venv/bin:$$PATH" auditwheel repair --strip --wheel-dir dist build/dist/*.whl ;; \
+	  *) cp build/dist/*.whl dist ;; \
+	esac
+	@echo "written:" dist/*
+
+# The wheel in an empty environment without a compiler: doctor, a network of one's own, the demo.
+wheel-test: wheel
+	$(RUN)python tests/wheel_in_an_empty_environment.py dist/*.whl
+
 clean:
-	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs build dist src/*.egg-info src/sparsevd/kernels/*.so .pytest_cache .mypy_cache .ruff_cache

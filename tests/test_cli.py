@@ -1,6 +1,7 @@
 """The commands as a user types them, in processes of their own where that matters."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -20,11 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
+from sparsevd import cli_misspelling
 from sparsevd.cli import app
+from sparsevd.cli_help import group_of
 from sparsevd.cli_options import in_options
+from sparsevd.runs.benchmark import Measurement, Report
 from sparsevd.runs.comparison import CompareConfig
 from sparsevd.runs.compression import CompressConfig
 from sparsevd.runs.training_run import RunConfig
+from sparsevd.runtime.timing import Timing
 from sparsevd.training.checkpoint import Checkpoint
 from sparsevd.training.data import size, split
 from sparsevd.training.loop import FitConfig
@@ -433,9 +438,9 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["train", "--data", "mine:data", "--model", "nowhere:net"], "'nowhere:net' cannot be imported"),
         (["train", "--data", "mine:data", "--model", "mine:not_a_model"], "returned a int, not a torch module"),
         (["train", "--data", "mine:data", "--model", "mine:constant"], "not a function"),
-        (["train", "--data", "mine:data", "--model", "mine:of_width"], "is missing a required argument: 'width'"),
+        (["train", "--data", "mine:data", "--model", "mine:of_width"], "and needs width. Write a function"),
         (["train", "--data", "mine:of_width"], "mine:of_width is called without arguments"),
-        (["compare", "--data", "mine:data", "--net", "mine:of_width"], "give a function that fills it in"),
+        (["compare", "--data", "mine:data", "--net", "mine:of_width"], "def mine(): return of_width(width=…), in mine"),
         (["compare", "--data", "mine:two_inputs", "--net", "mine:TwoInputs"], "rivals take one tensor and return one"),
         (["train", "--data", "mine:not_a_model", "--model", "mine:network"], "must return (train, test)"),
         (["train", "--epochs", "0"], "--epochs 0 must be a positive integer"),
@@ -464,7 +469,17 @@ def test_ctrl_c_saves_and_exits_cleanly(user_folder):
         (["compare", "--data", "mine:no_test", "--net", "mine:network"], "held-out examples (--val-size)"),
         (["info", "plain.safetensors", "--threshold", "2"], "no log α"),
         (["prune", "mine.py"], "Missing option '--output'"),
-        (["fly"], "No such command 'fly'"),
+        (["fly"], "No such command 'fly'. There are train, info"),
+        (["trian"], "No such command 'trian'. Did you mean train?"),
+        (["benchmark", "x"], "Did you mean bench?"),
+        (["train", "--lr", "1"], "No such option: --lr. Did you mean --learning-rate?"),
+        (["train", "--epoch", "1"], "Did you mean --epochs?"),
+        (["train", "--Batch_Size", "1"], "Did you mean --batch-size?"),
+        (["bench", "x", "--batch-size", "1"], "Did you mean --batch?"),
+        (["prune", "x", "--out", "y"], "Did you mean --output?"),
+        (["train", "--device", "cuda"], "--device. The commands compute on the CPU; in Python"),
+        (["info", "x", "--polish", "1"], "--polish. It is an option of sparsevd prune."),
+        (["info", "x", "--zzz"], "No such option: --zzz"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(arguments, message, capsys, monkeypatch):
@@ -565,14 +580,14 @@ def test_every_setting_with_a_help_text_is_an_option_with_its_default(name, conf
             assert option.opts == [f"--{field.name.replace('_', '-')}"]
             assert option.help == types[field.name].__metadata__[0]
             assert bool(option.secondary_opts) == (field.default is True)  # --no-contract, but no --no-mirror
-    own = {"train": {"recipe"}, "compress": {"output"}, "compare": {"methods", "cards"}}
+    own = {"train": {"recipe"}, "compress": {"output"}, "compare": {"methods", "cards", "as_json"}}
     assert options.keys() - {"help"} == own[name]
 
 
 def test_an_option_has_one_spelling_in_all_commands():
     """So that a setting in an error can be turned into its option wherever it comes from."""
     spellings = {}
-    for name in ("train", "info", "prune", "export", "compress", "bench", "compare"):
+    for name in typer.main.get_command(app).commands:
         for option in options_of(name).values():
             assert spellings.setdefault(option.name, option.opts[0]) == option.opts[0]
 
@@ -592,3 +607,57 @@ def test_an_option_has_one_spelling_in_all_commands():
 )
 def test_settings_in_errors_become_options(library, command):
     assert in_options(library, app) == command
+
+
+def test_every_option_is_shown_in_a_group():
+    """A new one gets its place in `cli_help.GROUPS`; the help shows each of them once."""
+    commands = typer.main.get_command(app).commands
+    for name in commands:
+        for option in options_of(name).values():
+            assert option.name == "help" or group_of(option.name) != "Options", (name, option.name)
+        shown = CliRunner().invoke(app, [name, "--help"]).output
+        assert all(f"{option.opts[0]} " in shown for option in options_of(name).values())
+    first = CliRunner().invoke(app, ["--help"]).output
+    assert "Commands:" not in first  # each command has its place too
+    assert all(re.search(rf"^  {name} ", first, re.MULTILINE) for name in commands)
+
+
+def test_suggestions_exist():
+    """What others call it is no option of ours, and what is suggested for it is one."""
+    commands = typer.main.get_command(app).commands
+    options = {opt for name in commands for option in options_of(name).values() for opt in option.opts}
+    assert {name for names in cli_misspelling.OPTIONS.values() for name in names} <= options
+    assert {name for names in cli_misspelling.COMMANDS.values() for name in names} <= commands.keys()
+    assert not cli_misspelling.COMMANDS.keys() & commands.keys()
+
+
+def json_of(*arguments):
+    """What a command writes to its standard output, all of it."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_is_all_that_is_printed(user_folder, monkeypatch):
+    short = ["--data", "mine:data", "--epochs", "1", "--out"]
+    CliRunner().invoke(app, ["train", "--model", "mine:network", *short, "run"], catch_exceptions=False)
+    info = json_of("info", "run")
+    assert info["weights"] == 1408
+    assert [layer["name"] for layer in info["layers"]] == ["0", "2"]
+    assert info["compaction"]["cost_before"]["dense"] == 1408
+    assert info["no_compaction_because"] is None
+    save_file({"fc.weight": torch.zeros(2, 2)}, "zeros.safetensors")
+    unknown = json_of("info", "zeros.safetensors")
+    assert unknown["ratio"] is None  # infinite
+    assert unknown["compaction"] is None
+    assert "--model" in unknown["no_compaction_because"]
+    timed = Report((Measurement("torch", 1, 1, Timing(3e-5, 2e-5, 4e-5), 1.0, math.nan),), {"plan": "no kernels"})
+    monkeypatch.setattr("sparsevd.runs.benchmark.bench", lambda *_, **__: print("on the way") or timed)
+    bench = json_of("bench", "run", "--batch", 1, "--threads", 1, "--no-compile")
+    assert {"way", "batch", "threads", "timing", "times_faster", "difference"} == bench["measurements"][0].keys()
+    assert bench["measurements"][0]["timing"] == {"median": 3e-5, "low": 2e-5, "high": 4e-5}
+    assert bench["measurements"][0]["difference"] is None
+    assert bench["missing"] == {"plan": "no kernels"}
+    compare = json_of("compare", "--net", "mine:network", "--methods", "dense", *short, "compare")
+    assert compare["records"][0]["method"] == "dense"
+    assert compare["written_to"] == "compare/compare.json"

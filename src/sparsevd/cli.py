@@ -1,19 +1,24 @@
 """The command line: parse, call, print. What the commands do is in `runs`."""
 
 import errno
+import functools
 import io
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sparsevd.cli_help import Command, CommandGroup
 from sparsevd.cli_options import changed, given, in_options, options_from
 from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
+from sparsevd.files import json_object
 from sparsevd.runs import comparison, compression, training_run
 from sparsevd.runs.comparison import CompareConfig
 from sparsevd.runs.compression import CompressConfig
@@ -24,17 +29,20 @@ from sparsevd.training import processes, recipes
 from sparsevd.training.budget import Budget
 
 app = typer.Typer(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["--help", "-h"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Sparse Variational Dropout: learn which weights a network does not need, and drop them.",
 )
+_command = functools.partial(app.command, cls=Command)
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
 
-@app.command(
+@_command(
     epilog="Example: sparsevd train --model lenet-5-caffe --data mnist --out runs/lenet5 --epochs 30 --val-size 5000"
 )
 @options_from(RunConfig)
@@ -71,6 +79,19 @@ def _interrupted(config: RunConfig) -> str:
     return "interrupted before the first step; nothing was saved"
 
 
+_JSON = typer.Option("--json", help="Print one JSON object instead of a table, and nothing else there.")
+
+
+@contextmanager
+def _stdout_for(as_json: bool) -> Iterator[None]:
+    """What is said on the way goes to the standard error, if the standard output is for JSON."""
+    if not as_json:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
 def _cut(text: str) -> float | str:
     """A threshold as it is typed."""
     if text == "auto":
@@ -100,30 +121,39 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
         raise ArgumentError(f"--input-shape {text} must look like 1x28x28") from error
 
 
-@app.command(epilog="Example: sparsevd info runs/demo/checkpoint.safetensors")
+@_command(epilog="Example: sparsevd info runs/demo/checkpoint.safetensors")
 def info(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     threshold: Annotated[Any, _threshold("Count with another threshold of log α")] = None,
     model: Annotated[str | None, _MODEL] = None,
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Show, layer by layer, how many weights are kept; then units, multiply-adds and bytes after compaction."""
     from sparsevd.graph.compaction import compact
 
     run = Run(checkpoint, model=model, input_shape=_sizes(input_shape))
-    print(run.summary(threshold), flush=True)
+    summary, missing, compaction = run.summary(threshold), None, None
+    if not as_json:
+        print(summary, flush=True)
     try:
-        restored = run.network(threshold)
-        report = compact(restored.graph or restored.network, restored.example).compaction
+        with _stdout_for(as_json):
+            restored = run.network(threshold)
+            compaction = compact(restored.graph or restored.network, restored.example).compaction
     except SparseVDError as error:
         if model or input_shape:
             raise
-        print(f"units and multiply-adds are not shown: {in_options(str(error), app)}")
+        missing = in_options(str(error), app)
+    if as_json:
+        small = asdict(compaction) if compaction else None  # type: ignore[call-overload]
+        print(json_object.text({**summary.as_dict(), "compaction": small, "no_compaction_because": missing}))
+    elif missing is None:
+        print(f"\n{compaction}")
     else:
-        print(f"\n{report}")
+        print(f"units and multiply-adds are not shown: {missing}")
 
 
-@app.command(epilog="Example: sparsevd prune runs/demo -o lenet.safetensors --max-error-increase 0.5")
+@_command(epilog="Example: sparsevd prune runs/demo -o lenet.safetensors --max-error-increase 0.5")
 def prune(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of Sparse VD training, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the pruned network.")],
@@ -157,7 +187,7 @@ def prune(
 _FORMATS = ", ".join(f"{name} ({each.about})" for name, each in targets.TARGETS.items())
 
 
-@app.command(epilog="Example: sparsevd export runs/demo --to onnx -o lenet.onnx --sparse-initializers")
+@_command(epilog="Example: sparsevd export runs/demo --to onnx -o lenet.onnx --sparse-initializers")
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")],
@@ -183,7 +213,7 @@ def export(
     print(targets.export(target, network, restored.example, output, options))
 
 
-@app.command(epilog="Example: sparsevd compress runs/demo -o lenet.spvd --max-error-increase 0.05")
+@_command(epilog="Example: sparsevd compress runs/demo -o lenet.spvd --max-error-increase 0.05")
 @options_from(CompressConfig)
 def compress(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
@@ -195,7 +225,7 @@ def compress(
     print(f"written to {output}")
 
 
-@app.command(epilog="Example: sparsevd bench runs/demo --batch 1 --batch 64 --threads 1")
+@_command(epilog="Example: sparsevd bench runs/demo --batch 1 --batch 64 --threads 1")
 def bench(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a pruned network, or the folder of a run.")],
     batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be given again. Default: 1, 16, 64.")] = None,
@@ -204,22 +234,24 @@ def bench(
     threshold: Annotated[Any, _threshold("Drop weights of log α above it")] = None,
     model: Annotated[str | None, _MODEL] = None,
     input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
+    as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Time the pruned network on this machine: dense torch, ONNX Runtime, and our ways; and compare their outputs."""
     from sparsevd.runs import benchmark
 
-    restored = Run(checkpoint, model=model, input_shape=_sizes(input_shape)).network(threshold)
-    batches, counts = batch or (1, 16, 64), threads or (1, 2)
-    print(benchmark.bench(restored.network, restored.example, batches=batches, threads=counts, compiler=compiler))
+    with _stdout_for(as_json):
+        restored = Run(checkpoint, model=model, input_shape=_sizes(input_shape)).network(threshold)
+        batches, counts = batch or (1, 16, 64), threads or (1, 2)
+        report = benchmark.bench(restored.network, restored.example, batches=batches, threads=counts, compiler=compiler)
+    print(json_object.text(asdict(report)) if as_json else report)
 
 
-@app.command(
-    epilog="Example: sparsevd compare --net lenet-300-100 --methods pruning,surgery,sparse-vd --out runs/compare"
-)
+@_command(epilog="Example: sparsevd compare --net lenet-300-100 --methods pruning,surgery,sparse-vd --out runs/compare")
 @options_from(CompareConfig)
 def compare(
     methods: Annotated[str, typer.Option(help="all, or names with commas between; --cards lists them.")] = "all",
     cards: Annotated[bool, typer.Option("--cards", help="Describe the methods, and train nothing.")] = False,
+    as_json: Annotated[bool, _JSON] = False,
     **settings: Any,
 ) -> None:
     """Train Sparse VD and its rivals on the same data and budget, and print one table."""
@@ -229,14 +261,33 @@ def compare(
         return
     config = CompareConfig(methods=names, **settings)
     try:
-        records = comparison.compare(config)
+        with _stdout_for(as_json):
+            records = comparison.compare(config)
     except KeyboardInterrupt:
         print(
             f"\ninterrupted; finished methods are in {config.out}. The same command goes on with the next",
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    print(f"\n{comparison.table(records)}\nwritten to {config.out / comparison.RECORDS}")
+    written = config.out / comparison.RECORDS
+    if as_json:
+        print(json_object.text({"records": records, "written_to": str(written)}))
+    else:
+        print(f"\n{comparison.table(records)}\nwritten to {written}")
+
+
+@_command(epilog="Example: sparsevd doctor || echo broken")
+def doctor(
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with data sets. [env: SPARSEVD_DATA]")] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Check this installation: versions, kernels, threads, extras, data. Exit code 1 if something must be mended."""
+    from sparsevd.runs.doctor import examine
+
+    diagnosis = examine(data_dir)
+    print(json_object.text(diagnosis.as_dict()) if as_json else diagnosis)
+    if not diagnosis.healthy:
+        raise typer.Exit(1)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:

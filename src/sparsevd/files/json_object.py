@@ -1,6 +1,7 @@
-"""A JSON object that comes from a file: read whole, or refused in a sentence."""
+"""A JSON object that comes from a file, read whole or refused in a sentence; and one that is printed."""
 
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -60,3 +61,16 @@ def is_whole(value: object, low: int, high: int) -> bool:
 def shown(value: object) -> str:
     """A value as it stands in a sentence: it may be long, or nested too deeply for repr."""
     return repr(value)[:80] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def text(value: dict[str, Any]) -> str:
+    """An object to print: numbers that JSON does not have, such as infinity, are null."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,10 +7,8 @@ import os
 import warnings
 from pathlib import Path
 
-import torch
-
 from sparsevd.errors import ArgumentError, SparseVDWarning
-from sparsevd.kernels import structs
+from sparsevd.kernels import openmp, structs
 
 _POINTER, _INT, _SIZE, _SEED = ctypes.c_void_p, ctypes.c_int, ctypes.c_ssize_t, ctypes.c_uint64
 
@@ -26,38 +24,42 @@ class InstructionSet(enum.IntEnum):
 
 BEST = InstructionSet.BEST
 
+BUILT = Path(__file__).with_name("_kernels.so")
+NOT_BUILT = "this installation has no C kernels"
+BUILD = (
+    "Install a wheel for this platform, or install again with a C compiler; in a clone, run python setup.py build_ext "
+    "--inplace --force"
+)
+
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they were not built, or SPARSEVD_KERNELS=0 forbids them. Also None, with a
-    warning that says why, where they do not load or were built from sources that do not fit this Python code.
+    """The compiled kernels; None where SPARSEVD_KERNELS=0 forbids them. Also None, with a warning that says why, where
+    they were not built, do not load, or were built from sources that do not fit this Python code.
 
     SPARSEVD_KERNELS may also name a library built from the same sources in another way, such as with sanitisers.
     """
     chosen = os.environ.get("SPARSEVD_KERNELS", "")
     if chosen == "0":
         return None
-    built = [path for path in Path(__file__).parent.glob("_kernels*") if path.suffix in (".so", ".pyd", ".dylib")]
-    found = [Path(chosen)] if chosen else built
-    if not found:
+    path = Path(chosen) if chosen else BUILT
+    if not chosen and not path.exists():
+        _warn(f"{NOT_BUILT}: everything works, and training takes about twice as long. {BUILD}")
         return None
     try:
-        # torch's own OpenMP first and for all: with two of them the threads of one would spin in the way of the other.
-        for runtime in Path(torch.__file__).parent.glob("lib/libgomp*"):
-            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        kernels = _declared(ctypes.CDLL(str(found[0])))
+        openmp.share()
+        kernels = _declared(ctypes.CDLL(str(path)))
         reason = structs.difference(kernels)
     except (OSError, AttributeError) as error:  # AttributeError: a function is missing
         reason = str(error)
     if reason is None:
         return kernels
-    warnings.warn(
-        f"the compiled kernels are not used, and everything is slower: {reason}. Build them from the present sources: "
-        "install again, or in a clone run python setup.py build_ext --inplace --force",
-        SparseVDWarning,
-        stacklevel=2,
-    )
+    _warn(f"the compiled kernels are not used, and everything is slower: {reason}. {BUILD}")
     return None
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, SparseVDWarning, stacklevel=3)
 
 
 _COMMON = [_INT, _INT, _SIZE]  # instruction set, threads, how many numbers
@@ -100,7 +102,7 @@ def required() -> ctypes.CDLL:
     """The same where there is no other way."""
     kernels = library()
     if kernels is None:
-        raise ArgumentError("the C kernels are not built; install with a C compiler")
+        raise ArgumentError(f"the C kernels are not in use here, and this works with them only. {BUILD}")
     return kernels
 
 

@@ -101,15 +101,25 @@ def try_one_batch(model: nn.Module, train: Data, described: str, forward: Forwar
 def called(reference: str) -> Any:
     """What the factory behind "package.module:factory" returns."""
     factory = imported(reference)
-    try:
-        inspect.signature(factory).bind()
-    except TypeError as error:  # only of the arguments: what the factory itself raises stays the user's own
+    needed = _needed_arguments(factory)
+    if needed:
+        module, _, name = reference.partition(":")
+        values = ", ".join(f"{each}=…" for each in needed)
         raise ArgumentError(
-            f"{reference} is called without arguments, and is {error}; give a function that fills it in"
-        ) from error
-    except ValueError:  # something built in, which does not say what it takes
-        pass
+            f"{reference} is called without arguments, and needs {' and '.join(needed)}. Write a function that fills "
+            f"in what it needs, def mine(): return {name}({values}), in {module}, and give {module}:mine"
+        )
     return factory()
+
+
+def _needed_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments without a default. Asked before the call: what the factory itself raises stays the user's own."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # something built in, which does not say what it takes
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
 
 
 def imported(reference: str) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from sparsevd import kernels
 from sparsevd.conversion import preview, prune, sparsify
 from sparsevd.errors import ArgumentError
 from sparsevd.files import lock
@@ -198,8 +197,6 @@ def _train(
         f"{config.model} on {config.data}: {summary(model).weights:,} weights in {len(conversion.replaced)} "
         f"Sparse VD layers, {n:,} training examples, {config.fit.epochs} epochs"
     )
-    if not kernels.available():
-        say("the C kernels are not built (no C compiler at installation): training works, at about half the speed")
     remarks = _Remarks()
     history = fit(
         model,

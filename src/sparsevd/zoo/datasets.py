@@ -72,13 +72,13 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
         folder = Path(given).expanduser()
         if not folder.is_dir():
             raise DataError(f"the data folder {folder} does not exist")
-        files = _find(folder, dataset)
+        files = find(folder, dataset)
         if files is not None:
             return Splits(*dataset.parse(files), dataset.classes)
         logger.warning("%s is not in %s; looking in the cache and at the mirrors", name, folder)
     cache = cache_folder()
     try:
-        files = _find(cache, dataset) if cache.is_dir() else None
+        files = find(cache, dataset) if cache.is_dir() else None
     except DataError as error:
         logger.warning("fetching %s anew: %s", name, error)
         files = None
@@ -97,7 +97,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sparsevd"
 
 
-def _find(root: Path, dataset: DataSet) -> dict[str, bytes] | None:
+def find(root: Path, dataset: DataSet) -> dict[str, bytes] | None:
     """The checked contents of a data set in a data directory, None where no file of it is there."""
     for folder in (root / dataset.folder, *(root / other for other in dataset.other_folders), root):
         found = {name: _existing(folder / name) for name in dataset.digests}
