@@ -79,8 +79,8 @@ def course(title: str, series: Sequence[Series], *, log: bool = False, axis: str
     low, high = padded(values)
     if log:
         low, high = min(values) * 0.85, max(values) * 1.15
-    elif min(values) >= 0:
-        low = 0.0 if min(values) < 0.6 * max(values) else max(0.0, low)
+    elif min(values) >= 0 and min(values) < 0.75 * max(values):
+        low = 0.0
     last = max(place for _, points in drawn for place, _ in points)
     first = min(place for _, points in drawn for place, _ in points)
     x, y = Scale(first, max(last, first + 1), LEFT, RIGHT), Scale(low, high, bottom, top, log=log)
@@ -172,15 +172,14 @@ def comparison(runs: Sequence[Findings]) -> str:
 
 def mask(found: Mask) -> str:
     """Where the kept weights of a layer are."""
-    rows, columns = found.shares.shape
-    width = float(WIDTH)
-    height = min(max(width * rows / columns, 14.0), 260.0)
-    if width * rows / columns > 260:
-        width = max(260.0 * columns / rows, 30.0)
+    tallest = 260.0
+    width = min(float(WIDTH), max(tallest / found.aspect, 30.0))
+    height = min(max(width * found.aspect, 14.0), tallest)
     drawing = Drawing(WIDTH, height + 22)
     drawing.bar((0, 0), width, height, "paper")
     drawing.image((0, 0), width, height, bitmap.density(found.shares))
-    drawing.label((0, height + 15), f"{found.rows} × {found.columns}{'; ' + found.note if found.note else ''}", "quiet")
+    more = f"; {found.note}" if found.note else ""
+    drawing.label((0, height + 15), f"{found.rows} (down) × {found.columns} (across){more}", "quiet")
     share = percent(float(found.shares.mean()))
     return drawing.text(
         f"Kept weights of {found.layer}", f"{found.rows} in rows, {found.columns} in columns; {share} of the area kept"
@@ -217,4 +216,3 @@ def example(found: Example) -> str:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
-

@@ -13,10 +13,7 @@ Floats = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class LogAlpha:
-    """log α of the weights of one layer that are not zero for good: how many in each bin.
-
-    `low` and `high` count what lies below the first and above the last edge; `gone` what training has dropped.
-    """
+    """log α of the weights of one layer: how many in each bin. `gone` were dropped for good in training."""
 
     layer: str
     edges: Floats
@@ -27,10 +24,14 @@ class LogAlpha:
 
 @dataclass(frozen=True)
 class Mask:
-    """Where the kept weights of a layer are: shares of kept ones, each of `block` weights, [rows, columns]."""
+    """Where the kept weights of a layer are: the share of kept ones at each point [row, column].
+
+    `aspect` is height over width as it is to be drawn.
+    """
 
     layer: str
     shares: Floats
+    aspect: float
     rows: str  # what they are: units, ...
     columns: str
     note: str = ""

@@ -21,10 +21,9 @@ class _Shown:
     found: Findings
     headline: list[tuple[str, str, str]]
     answers: list[tuple[str, str]]
-    largest: str
+    layers_say: str
     layers: Any
-    threshold: str
-    auto: str
+    thresholds_say: str
     thresholds: Any
     histogram: str
     log_alpha: list[Figure]
@@ -54,7 +53,6 @@ def page(runs: Sequence[Findings], version: str) -> str:
         style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         runs=shown,
         comparison=_comparison(runs, Markup) if len(runs) > 1 else None,
-        remarks=True,
         any_trade_off=any(run.trade_off for run in runs),
         any_log_alpha=any(run.log_alpha for run in runs),
         any_course=any(run.epochs for run in runs),
@@ -87,10 +85,9 @@ def _shown(run: Findings, markup: Any) -> _Shown:
             ("What did it cost?", wording.cost(run)),
             ("Would a lower threshold pay?", pays),
         ],
-        largest=largest,
+        layers_say=wording.layers(run),
         layers=markup(figures.layers(run.summary.layers)),
-        threshold=pays,
-        auto=wording.auto_threshold(run.trade_off) if run.trade_off else "",
+        thresholds_say=wording.thresholds(run.trade_off) if run.trade_off else "",
         thresholds=markup(figures.thresholds(run.trade_off)) if run.trade_off else "",
         histogram=wording.histogram(run),
         log_alpha=[(each.layer, markup(figures.log_alpha(each))) for each in run.log_alpha[:MOST_LAYERS]],

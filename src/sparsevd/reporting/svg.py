@@ -74,7 +74,9 @@ class Drawing:
         self._add(_hinted("rect", shape, hint))
 
     def dot(self, centre: Point, radius: float, style: str, hint: str = "") -> None:
-        self._add(_hinted("circle", f'cx="{_n(centre[0])}" cy="{_n(centre[1])}" r="{_n(radius)}" class="{style}"', hint))
+        self._add(
+            _hinted("circle", f'cx="{_n(centre[0])}" cy="{_n(centre[1])}" r="{_n(radius)}" class="{style}"', hint)
+        )
 
     def label(self, place: Point, text: str, style: str = "", anchor: str = "start", turned: bool = False) -> None:
         x, y = map(_n, place)

@@ -107,15 +107,20 @@ def _size(point: Point) -> float:
     return float(point.bytes if point.bytes is not None else point.kept)
 
 
-def auto_threshold(found: TradeOff) -> str:
-    """What `threshold="auto"` would do, if it would do anything."""
-    if found.auto is None:
-        return ""
+def thresholds(found: TradeOff) -> str:
+    """How far one can go down, and what `threshold="auto"` would do, if it would do anything."""
     own = found.points[found.chosen]
+    harmful = next((point for point in reversed(found.points[: found.chosen]) if point.harms), None)
+    text = "No threshold that was measured costs more than the noise of measuring."
+    if harmful is not None:
+        text = f"The first lower one that costs more than the noise of measuring is {harmful.threshold:.3g}: "
+        text += f"{_price(found, own, harmful)}."
+    if found.auto is None or not own.kept:
+        return text
     point = min(found.points, key=lambda each: abs(each.threshold - (found.auto or 0.0)))
     return (
-        f'threshold="auto", which needs no data, would cut at {found.auto:.2f}: '
-        f"{percent(1 - point.kept / own.kept) if own.kept else '0 %'} fewer weights for {_price(found, own, point)}."
+        f'{text} prune(threshold="auto"), which asks the bound and no data, would cut at {found.auto:.2f}: '
+        f"{percent(1 - point.kept / own.kept)} fewer weights for {_price(found, own, point)}."
     )
 
 
@@ -138,8 +143,20 @@ def changed(found: Changes) -> str:
     if not total:
         return f"No prediction changed on {found.measured_on}, against {found.reference}."
     return (
-        f"{total:,} of {found.measured_on} are predicted otherwise than by {found.reference}: {found.lost:,} were right "
-        f"and are wrong now, {found.won:,} were wrong and are right, {found.other:,} are wrong in another way."
+        f"{total:,} of {found.measured_on} are predicted otherwise than by {found.reference}. Right before and wrong now: "
+        f"{found.lost:,}. Wrong before and right now: {found.won:,}. Wrong in another way: {found.other:,}."
+    )
+
+
+def layers(run: Findings) -> str:
+    """Which layer gave most, and which least."""
+    known = [layer for layer in run.summary.layers if layer.weights]
+    if len(known) < 2:
+        return f"{percent(run.summary.kept / run.summary.weights)} of the weights are kept." if known else ""
+    sparsest, densest = (pick(known, key=lambda layer: layer.kept / layer.weights) for pick in (min, max))
+    return (
+        f"{densest.name} is the densest, with {percent(densest.kept / densest.weights)} of its weights kept, and "
+        f"{sparsest.name} the sparsest, with {percent(sparsest.kept / sparsest.weights)}."
     )
 
 
@@ -168,9 +185,7 @@ def headline(run: Findings) -> list[tuple[str, str, str]]:
     """The large numbers: value, what it is, and a word more."""
     summary = run.summary
     found = [(f"{summary.kept:,}", "weights kept", f"of {summary.weights:,}: {times(summary.ratio)} fewer")]
-    found.append(
-        (times(summary.whole_ratio), "smaller as a whole", f"counting all {summary.parameters:,} parameters")
-    )
+    found.append((times(summary.whole_ratio), "smaller as a whole", f"counting all {summary.parameters:,} parameters"))
     if run.bytes is not None:
         ratio = f", {run.dense_bytes / run.bytes:,.0f}× more" if run.bytes else ""
         found.append((kilobytes(run.bytes), "as a model file", f"lossless; dense {kilobytes(run.dense_bytes)}{ratio}"))
@@ -186,7 +201,11 @@ def headline(run: Findings) -> list[tuple[str, str, str]]:
     fast = [each for each in run.times if each.batch == 1 and each.way == "accelerate"]
     if fast:
         found.append(
-            (f"{fast[0].milliseconds:.3g} ms", "for one example", f"accelerated; {fast[0].times_faster:.1f}× dense torch")
+            (
+                f"{fast[0].milliseconds:.3g} ms",
+                "for one example",
+                f"accelerated; {fast[0].times_faster:.1f}× dense torch",
+            )
         )
     return found
 

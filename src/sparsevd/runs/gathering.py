@@ -27,8 +27,8 @@ from sparsevd.zoo import models
 
 BIN = 0.5  # of log α
 FURTHEST = 14.0  # from the threshold: what lies beyond is counted in the last bin
-MOST_PIXELS = 320  # of a mask, in height and width
-MOST_KERNELS = 64  # are drawn one by one
+MOST_POINTS = 800  # of a mask, in height and width
+MOST_FILTERS = 64  # are drawn one by one
 
 
 def gather(run: Run, *, time: bool = False, say: Callable[[str], None] = print) -> Findings:
@@ -50,7 +50,7 @@ def gather(run: Run, *, time: bool = False, say: Callable[[str], None] = print) 
         found.missing.append("The layers have thresholds of their own; where one is named, it is the highest.")
     _say_where_from(found, run)
     found.log_alpha = [_log_alpha(name, *each) for name, each in noisy.items()]
-    tensors = {name: equations.pruned(*each) for name, each in noisy.items()} or _plain(run, summary)
+    tensors = {name: equations.pruned(*each) for name, each in noisy.items()} or _plain(run)
     found.masks = [_mask(name, tensor) for name, tensor in tensors.items()]
     if not noisy:
         found.missing.append("It is a plain network: it has no log α, and nothing to move a threshold over.")
@@ -71,7 +71,9 @@ def _check(run: Run) -> None:
     if run.file.is_file():
         return
     if (run.path / PRETRAIN / CHECKPOINT).is_file():
-        raise CheckpointError(f"{run.path} is still in its pre-training; there is nothing to report before that is over")
+        raise CheckpointError(
+            f"{run.path} is still in its pre-training; there is nothing to report before that is over"
+        )
     if not run.path.exists():
         raise CheckpointError(f"{run.path} does not exist; give the folder of a run, as sparsevd train makes it")
     raise CheckpointError(f"{run.path} holds no run: it has no {CHECKPOINT}; give the folder that training wrote to")
@@ -132,8 +134,8 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _plain(run: Run, summary: object) -> dict[str, Tensor]:
-    """The weights of a plain network by layer, as its summary counts them."""
+def _plain(run: Run) -> dict[str, Tensor]:
+    """The weights of a plain network by layer."""
     tensors = run.pruned_tensors()
     return {name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith("weight") and t.ndim > 1}
 
@@ -171,19 +173,19 @@ def _mask(layer: str, weight: Tensor) -> Mask:
     """Units by inputs; of filters each one by itself if they are few, else how much of each is kept."""
     kept = (weight != 0).float()
     if kept.ndim < 2:
-        return Mask(layer, kept[None].numpy(), "1", f"{len(kept)} weights")
+        kept = kept[None]
     units, inputs = kept.shape[:2]
-    rows, columns = f"{units:,} units", f"{inputs:,} inputs"
-    if kept.ndim == 4 and units * inputs <= MOST_KERNELS and kept[0, 0].numel() > 1:
-        return Mask(layer, _tiles(kept), f"{units * inputs} filters", "×".join(map(str, kept.shape[2:])), "each filter")
+    if kept.ndim == 4 and units * inputs <= MOST_FILTERS and kept[0, 0].numel() > 1:
+        tiles, size = _tiles(kept), "×".join(map(str, kept.shape[2:]))
+        return Mask(layer, tiles, tiles.shape[0] / tiles.shape[1], f"{units * inputs} filters", f"{size} weights each")
     note = ""
     if kept.ndim > 2:
         kept, note = kept.flatten(2).mean(2), f"{math.prod(weight.shape[2:])} weights to a point"
-    block = [math.ceil(size / MOST_PIXELS) for size in kept.shape]
+    block = [math.ceil(size / MOST_POINTS) for size in kept.shape]
     if max(block) > 1:
-        note = f"{block[0]}×{block[1]} to a point, the darker the more"
         kept = nn.functional.avg_pool2d(kept[None, None], block, ceil_mode=True)[0, 0]
-    return Mask(layer, kept.numpy(), rows, columns, note)
+        note = f"{block[0]}×{block[1]} to a point, the darker the more"
+    return Mask(layer, kept.numpy(), units / inputs, f"{units:,} units", f"{inputs:,} inputs", note)
 
 
 def _tiles(kept: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -245,5 +247,3 @@ def _times(restored: Restored) -> list[Time]:
 
     measured = bench(restored.network, restored.example, batches=(1, 64), threads=(1,), compiler=False)
     return [Time(m.way, m.batch, 1e3 * m.timing.median, m.times_faster) for m in measured.measurements]
-
-

@@ -120,9 +120,7 @@ def trade_off(model: nn.Module, on: Sample, graph: Graph | None, say: Callable[[
             size = packed_size(network, graph)
             points.append(Point(threshold, kept, size, judged.score, lost, won, _harms(base, judged)))
     at = [point.threshold for point in points].index(own)
-    return TradeOff(
-        tuple(points), at, base.wrong is not None, on.described, on.held_out, auto if auto < own else None
-    )
+    return TradeOff(tuple(points), at, base.wrong is not None, on.described, on.held_out, auto if auto < own else None)
 
 
 def packed_size(network: nn.Module, graph: Graph | None) -> int | None:
