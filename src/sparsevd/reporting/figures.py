@@ -178,12 +178,9 @@ def mask(found: Mask) -> str:
     drawing = Drawing(WIDTH, height + 22)
     drawing.bar((0, 0), width, height, "paper")
     drawing.image((0, 0), width, height, bitmap.density(found.shares))
-    more = f"; {found.note}" if found.note else ""
-    drawing.label((0, height + 15), f"{found.rows} (down) × {found.columns} (across){more}", "quiet")
+    drawing.label((0, height + 15), found.caption, "quiet")
     share = percent(float(found.shares.mean()))
-    return drawing.text(
-        f"Kept weights of {found.layer}", f"{found.rows} in rows, {found.columns} in columns; {share} of the area kept"
-    )
+    return drawing.text(f"Kept weights of {found.layer}", f"{found.caption}; {share} of the area is filled")
 
 
 def inputs(found: Inputs) -> str:

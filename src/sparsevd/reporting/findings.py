@@ -32,9 +32,7 @@ class Mask:
     layer: str
     shares: Floats
     aspect: float
-    rows: str  # what they are: units, ...
-    columns: str
-    note: str = ""
+    caption: str  # what is down, what is across
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def _course(run: Findings) -> list[tuple[str, str]]:
     def points(name: str) -> list[figures.Point]:
         return [(e.epoch, getattr(e, name)) for e in run.epochs if getattr(e, name) is not None]
 
-    losses = [("training, with noise", points("train_loss")), ("held out", points("val_loss"))]
-    errors = [("training, with noise", points("train_error")), ("held out", points("val_error"))]
+    losses = [("training", points("train_loss")), ("held out", points("val_loss"))]
+    errors = [("training", points("train_error")), ("held out", points("val_error"))]
     layers = list(run.epochs[0].alive or {}) if run.epochs else []
     alive = [(name, [(e.epoch, e.alive[name][1]) for e in run.epochs if e.alive]) for name in layers[: figures.COLOURS]]
     found = [
@@ -127,7 +127,7 @@ def _comparison(runs: Sequence[Findings], markup: Any) -> dict[str, Any]:
     def row(name: str, cell: Any) -> tuple[str, list[str]]:
         return name, [cell(run) for run in runs]
 
-    def number(value: float | None, form: str) -> str:
+    def formatted(value: float | None, form: str) -> str:
         return "–" if value is None else form.format(value)
 
     def fact(name: str) -> tuple[str, list[str]]:
@@ -139,13 +139,13 @@ def _comparison(runs: Sequence[Findings], markup: Any) -> dict[str, Any]:
         row("weights kept", lambda run: f"{run.summary.kept:,}"),
         row("times fewer", lambda run: times(run.summary.ratio)),
         row("times smaller as a whole", lambda run: times(run.summary.whole_ratio)),
-        row("bytes, lossless", lambda run: number(run.bytes, "{:,}")),
-        row("test error", lambda run: number(run.error, "{:.2f} %")),
-        row("the same before pruning", lambda run: number(run.error_before, "{:.2f} %")),
-        row("units", lambda run: run.units or "–"),
+        row("bytes, lossless", lambda run: formatted(run.bytes, "{:,}")),
+        row("test error", lambda run: formatted(run.error, "{:.2f} %")),
+        row("the same before pruning", lambda run: formatted(run.error_before, "{:.2f} %")),
+        row("units left", lambda run: run.units.rpartition(" ")[2] if run.units else "–"),
         row("multiply-adds, compacted", lambda run: f"{run.multiply_adds[1]:,}" if run.multiply_adds else "–"),
-        row("threshold", lambda run: number(run.threshold, "{:.3g}")),
-        row("β at the end", lambda run: number(run.epochs[-1].beta, "{:.3g}") if run.epochs else "–"),
+        row("threshold", lambda run: formatted(run.threshold, "{:.3g}")),
+        row("β at the end", lambda run: formatted(run.epochs[-1].beta, "{:.3g}") if run.epochs else "–"),
         fact("budget"),
         fact("training"),
     ]

@@ -15,6 +15,11 @@ def percent(share: float) -> str:
     return f"{value:.0f} %" if value >= 10 or value == 0 else f"{value:.2g} %"
 
 
+def number(value: float) -> str:
+    """A number of three digits, with a minus sign and not a hyphen."""
+    return f"{value:.3g}".replace("-", "−")
+
+
 def kilobytes(count: float) -> str:
     """Bytes as people say them; a kB has 1,000."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -79,18 +84,18 @@ def lower_threshold(found: TradeOff) -> str:
         good.append(point)
     on = f"measured on {found.measured_on}"
     if not good:
-        return f"No. Already threshold {below[0].threshold:.3g} costs {_price(found, own, below[0])}, {on}."
+        return f"No. Already threshold {number(below[0].threshold)} costs {_price(found, own, below[0])}, {on}."
     best = good[-1]
     saved = 1 - _size(best) / _size(own) if _size(own) else 0.0
     if saved < LITTLE:
         return (
-            f"Hardly. Down to {best.threshold:.3g} it would save {percent(saved)} of the size "
+            f"Hardly. Down to {number(best.threshold)} it would save {percent(saved)} of the size "
             f"for {_price(found, own, best)}, {on}."
         )
     sizes = f"{kilobytes(best.bytes)} instead of {kilobytes(own.bytes)}" if best.bytes and own.bytes else ""
     advice = "" if found.held_out else " These are the test data: before you choose by them, hold out examples to ask."
     return (
-        f"Yes. Threshold {best.threshold:.3g} would keep {percent(1 - best.kept / own.kept)} fewer weights"
+        f"Yes. Threshold {number(best.threshold)} would keep {percent(1 - best.kept / own.kept)} fewer weights"
         f"{f' ({sizes})' if sizes else ''} for {_price(found, own, best)}, which is within the noise of measuring; "
         f"{on}.{advice}"
     )
@@ -113,13 +118,13 @@ def thresholds(found: TradeOff) -> str:
     harmful = next((point for point in reversed(found.points[: found.chosen]) if point.harms), None)
     text = "No threshold that was measured costs more than the noise of measuring."
     if harmful is not None:
-        text = f"The first lower one that costs more than the noise of measuring is {harmful.threshold:.3g}: "
+        text = f"The first lower one that costs more than the noise of measuring is {number(harmful.threshold)}: "
         text += f"{_price(found, own, harmful)}."
     if found.auto is None or not own.kept:
         return text
     point = min(found.points, key=lambda each: abs(each.threshold - (found.auto or 0.0)))
     return (
-        f'{text} prune(threshold="auto"), which asks the bound and no data, would cut at {found.auto:.2f}: '
+        f'{text} prune(threshold="auto"), which asks the bound and no data, would cut at {number(found.auto)}: '
         f"{percent(1 - point.kept / own.kept)} fewer weights for {_price(found, own, point)}."
     )
 
@@ -143,8 +148,8 @@ def changed(found: Changes) -> str:
     if not total:
         return f"No prediction changed on {found.measured_on}, against {found.reference}."
     return (
-        f"{total:,} of {found.measured_on} are predicted otherwise than by {found.reference}. Right before and wrong now: "
-        f"{found.lost:,}. Wrong before and right now: {found.won:,}. Wrong in another way: {found.other:,}."
+        f"{total:,} of {found.measured_on} are predicted otherwise than by {found.reference}. Right before and wrong "
+        f"now: {found.lost:,}. Wrong before and right now: {found.won:,}. Wrong in another way: {found.other:,}."
     )
 
 

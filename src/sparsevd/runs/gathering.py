@@ -177,15 +177,15 @@ def _mask(layer: str, weight: Tensor) -> Mask:
     units, inputs = kept.shape[:2]
     if kept.ndim == 4 and units * inputs <= MOST_FILTERS and kept[0, 0].numel() > 1:
         tiles, size = _tiles(kept), "×".join(map(str, kept.shape[2:]))
-        return Mask(layer, tiles, tiles.shape[0] / tiles.shape[1], f"{units * inputs} filters", f"{size} weights each")
-    note = ""
+        return Mask(layer, tiles, tiles.shape[0] / tiles.shape[1], f"{units * inputs} filters of {size} weights")
+    caption = f"{units:,} units (down) × {inputs:,} inputs (across)"
     if kept.ndim > 2:
-        kept, note = kept.flatten(2).mean(2), f"{math.prod(weight.shape[2:])} weights to a point"
+        kept, caption = kept.flatten(2).mean(2), f"{caption}; {math.prod(weight.shape[2:])} weights to a point"
     block = [math.ceil(size / MOST_POINTS) for size in kept.shape]
     if max(block) > 1:
         kept = nn.functional.avg_pool2d(kept[None, None], block, ceil_mode=True)[0, 0]
-        note = f"{block[0]}×{block[1]} to a point, the darker the more"
-    return Mask(layer, kept.numpy(), units / inputs, f"{units:,} units", f"{inputs:,} inputs", note)
+        caption = f"{caption}, {block[0]}×{block[1]} together"
+    return Mask(layer, kept.numpy(), units / inputs, caption)
 
 
 def _tiles(kept: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -233,7 +233,7 @@ def _trade_off(
     held_out = run.held_out(data)
     if held_out is None and data.test is None:
         return None
-    networks = len(trade_off.STEPS) + 1
+    networks = trade_off.NETWORKS
     if held_out is not None:
         sample = trade_off.sample(held_out, "held-out examples", True, networks, graph)
     else:

@@ -17,14 +17,17 @@ from sparsevd.errors import SparseVDWarning
 from sparsevd.graph import Graph
 from sparsevd.graph.cost import cost
 from sparsevd.layers.modes import in_eval_mode
-from sparsevd.posterior import required_posteriors
+from sparsevd.posterior import Posterior, required_posteriors
 from sparsevd.reporting.findings import Changes, Example, Point, TradeOff
 from sparsevd.training.data import Batch, Data, batches, checked
 from sparsevd.training.inputs import call, changed
 from sparsevd.training.price import STANDARD_ERRORS, cheap_threshold
 
-# Around the run's own; those that change nothing are left out.
-STEPS = (-8.0, -6.0, -5.0, -4.0, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 1.0, 2.0)
+# What lower thresholds are tried: those that keep these shares of what the run's own keeps. Weights lie at other values
+# of log α in every network, and shares of them give points that lie well apart in all.
+SHARES = (0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+HIGHER = (1.0, 2.0)  # than the run's own, where that changes anything
+NETWORKS = len(SHARES) + len(HIGHER) + 2  # these, the run's own, and that of "auto"
 # All thresholds together may take so many multiply-adds, some seconds of one core; but few examples say little.
 MOST_WORK = 2e11
 FEWEST, MOST = 500, 10_000
@@ -101,26 +104,45 @@ def judge(network: nn.Module, on: Sample) -> Judged:
 def trade_off(model: nn.Module, on: Sample, graph: Graph | None, say: Callable[[str], None]) -> TradeOff:
     """The network at thresholds around its own, where they change anything."""
     found = required_posteriors(model)
-    pairs = [each.whole() for each in found]
-    own = min(max(each.threshold for each in found), _largest(found))
-    auto = cheap_threshold(pairs, own)
-    candidates = sorted({*(own + step for step in STEPS), auto})
+    own, auto, candidates = _candidates(found)
     with _quiet():
         chosen = prune(model)
         base = judge(chosen, on)
         say(f"measuring up to {len(candidates)} thresholds on {on.described}")
-        points: list[Point] = []
+        points: dict[int, Point] = {}  # by what is kept: thresholds that change nothing are one
         for threshold in candidates:
-            network = chosen if threshold == own else prune(model, threshold=threshold)
-            kept = sum(int(each.kept(None if threshold == own else threshold).sum()) for each in found)
-            if threshold != own and (kept == 0 or (points and kept == points[-1].kept)):
+            is_own = threshold == own
+            kept = sum(int(each.kept(None if is_own else threshold).sum()) for each in found)
+            if kept in points or not (kept or is_own):
                 continue
-            judged = base if threshold == own else judge(network, on)
+            network = chosen if is_own else prune(model, threshold=threshold)
+            judged = base if is_own else judge(network, on)
             lost, won = _lost_and_won(base, judged)
             size = packed_size(network, graph)
-            points.append(Point(threshold, kept, size, judged.score, lost, won, _harms(base, judged)))
-    at = [point.threshold for point in points].index(own)
-    return TradeOff(tuple(points), at, base.wrong is not None, on.described, on.held_out, auto if auto < own else None)
+            points[kept] = Point(threshold, kept, size, judged.score, lost, won, _harms(base, judged))
+    ordered = sorted(points.values(), key=lambda point: point.threshold)
+    thresholds = [point.threshold for point in ordered]
+    return TradeOff(
+        tuple(ordered),
+        thresholds.index(own),
+        base.wrong is not None,
+        on.described,
+        on.held_out,
+        auto if auto in thresholds and auto != own else None,
+    )
+
+
+def _candidates(found: Sequence[Posterior]) -> tuple[float, float, list[float]]:
+    """The run's own threshold, that of "auto", and all that are tried: the own one first, so that it stays."""
+    there = torch.cat([each.log_alpha()[each.theta != 0].flatten() for each in found]).double()
+    own = max(each.threshold for each in found)
+    if math.isinf(own):  # the same as any number above all log α
+        own = math.ceil(there.max().item()) if len(there) else 0.0
+    kept = there[there <= own].sort().values
+    auto = round(cheap_threshold([each.whole() for each in found], own), 2)
+    lower = {round(kept[int(share * (len(kept) - 1))].item(), 2) for share in SHARES} if len(kept) else set()
+    others = {*lower, *(own + by for by in HIGHER)} - {own, auto}
+    return own, auto, [own, auto, *sorted(others)] if auto < own else [own, *sorted(others)]
 
 
 def packed_size(network: nn.Module, graph: Graph | None) -> int | None:
@@ -173,12 +195,6 @@ def _image(on: Sample, index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.fl
             return one.float().numpy() if one is not None and is_image else None
         index -= len(y)
     return None
-
-
-def _largest(found: Sequence[object]) -> float:
-    """Above every log α of a weight that is not zero: a threshold of infinity keeps the same."""
-    tops = [each.log_alpha()[each.theta != 0] for each in found]  # type: ignore[attr-defined]
-    return float(max((top.max().item() for top in tops if len(top)), default=0.0)) + 1.0
 
 
 def _lost_and_won(before: Judged, after: Judged) -> tuple[int | None, int | None]:
