@@ -10,7 +10,7 @@ from sparsevd.reporting import bitmap
 from sparsevd.reporting.findings import Example, Findings, Inputs, LogAlpha, Mask, TradeOff
 from sparsevd.reporting.summary import LayerSummary
 from sparsevd.reporting.svg import Drawing, Point, Scale, padded, short
-from sparsevd.reporting.wording import percent
+from sparsevd.reporting.wording import number, percent
 
 WIDTH = 360
 LEFT, RIGHT = 46, WIDTH - 10
@@ -57,13 +57,13 @@ def log_alpha(found: LogAlpha) -> str:
     if math.isfinite(found.threshold):
         at = x(found.threshold)
         drawing.line((at, top - 8), (at, bottom), "mark")
-        drawing.label((at, top - 12), f"threshold {found.threshold:.3g}", "mark-text", "middle")
+        drawing.label((at, top - 12), f"threshold {number(found.threshold)}", "mark-text", "middle")
     drawing.bottom_axis(x, bottom, f"log α of the weights of {_cut(found.layer, 24)}{', log scale' if log else ''}")
     below, above = int(counts[kept].sum()), int(counts[~kept].sum())
     gone = f", {found.gone:,} were dropped in training and have no log α" if found.gone else ""
     return drawing.text(
         f"log α in {found.layer}",
-        f"{below:,} weights are below the threshold of {found.threshold:.3g}, {above:,} above{gone}",
+        f"{below:,} weights are below the threshold of {number(found.threshold)}, {above:,} above{gone}",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from sparsevd.reporting import figures, wording
 from sparsevd.reporting.findings import Example, Findings
 from sparsevd.reporting.summary import times
+from sparsevd.reporting.svg import Point
 
 MOST_LAYERS = 12  # of a network are drawn one by one; the tables have all
 _HERE = Path(__file__).parent
@@ -104,7 +105,7 @@ def _shown(run: Findings, markup: Any) -> _Shown:
 def _course(run: Findings) -> list[tuple[str, str]]:
     """What training writes down after each epoch, as far as it does."""
 
-    def points(name: str) -> list[figures.Point]:
+    def points(name: str) -> list[Point]:
         return [(e.epoch, getattr(e, name)) for e in run.epochs if getattr(e, name) is not None]
 
     losses = [("training", points("train_loss")), ("held out", points("val_loss"))]
@@ -144,7 +145,7 @@ def _comparison(runs: Sequence[Findings], markup: Any) -> dict[str, Any]:
         row("the same before pruning", lambda run: formatted(run.error_before, "{:.2f} %")),
         row("units left", lambda run: run.units.rpartition(" ")[2] if run.units else "–"),
         row("multiply-adds, compacted", lambda run: f"{run.multiply_adds[1]:,}" if run.multiply_adds else "–"),
-        row("threshold", lambda run: formatted(run.threshold, "{:.3g}")),
+        row("threshold", lambda run: "–" if run.threshold is None else wording.number(run.threshold)),
         row("β at the end", lambda run: formatted(run.epochs[-1].beta, "{:.3g}") if run.epochs else "–"),
         fact("budget"),
         fact("training"),

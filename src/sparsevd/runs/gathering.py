@@ -18,7 +18,7 @@ from sparsevd.graph import Graph, capture
 from sparsevd.graph.compaction import compact
 from sparsevd.posterior import equations
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
-from sparsevd.reporting.findings import Findings, Inputs, LogAlpha, Mask, Time
+from sparsevd.reporting.findings import Findings, Inputs, LogAlpha, Mask, Time, TradeOff
 from sparsevd.runs import trade_off
 from sparsevd.runs.run import PRETRAIN, Restored, Run
 from sparsevd.runs.sources import Sources
@@ -84,7 +84,9 @@ def _part(found: Findings, what: str, *more: type[Exception]) -> Iterator[None]:
     """What cannot be had is a sentence on the page."""
     try:
         yield
-    except (SparseVDError, *more) as error:
+    except Exception as error:
+        if not isinstance(error, (SparseVDError, *more)):
+            raise
         found.missing.append(f"Not shown: {what}. {_sentence(error)}")
 
 
@@ -159,12 +161,12 @@ def _log_alpha(layer: str, theta: Tensor, log_sigma2: Tensor, threshold: float) 
     there = (theta != 0) | (log_sigma2 > DROPPED_LOG_SIGMA2 + 1)
     values = equations.log_alpha(theta, log_sigma2)[there].float()
     centre = threshold if math.isfinite(threshold) else 3.0
-    values = values.clamp(centre - FURTHEST, centre + FURTHEST).numpy()
-    low, high = (float(values.min()), float(values.max())) if len(values) else (centre, centre)
+    near = values.clamp(centre - FURTHEST, centre + FURTHEST).numpy()
+    low, high = (float(near.min()), float(near.max())) if len(near) else (centre, centre)
     first = centre - BIN * math.ceil((centre - min(low, centre - 1)) / BIN)  # the threshold is an edge
     count = max(1, math.ceil((max(high, centre + 1) - first) / BIN))
     edges = first + BIN * np.arange(count + 1)
-    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+    counts, _ = np.histogram(np.clip(near, edges[0], edges[-1]), edges)
     return LogAlpha(layer, edges, counts, int((~there).sum()), threshold)
 
 
@@ -194,7 +196,8 @@ def _tiles(kept: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     across = min(len(filters), 10)
     down = math.ceil(len(filters) / across)
     filters = torch.cat([filters, filters.new_zeros(across * down - len(filters), *filters.shape[1:])])
-    grid = filters.unflatten(0, (down, across)).transpose(1, 2).flatten(2).flatten(0, 1)
+    height, width = filters.shape[1:]
+    grid = filters.reshape(down, across, height, width).transpose(1, 2).reshape(down * height, across * width)
     return grid[:-1, :-1].numpy()
 
 
@@ -229,7 +232,7 @@ def _measure(found: Findings, run: Run, graph: Graph | None, noisy: bool, say: C
 
 def _trade_off(
     run: Run, model: nn.Module, data: Sources, graph: Graph | None, say: Callable[[str], None]
-) -> trade_off.TradeOff | None:
+) -> TradeOff | None:
     held_out = run.held_out(data)
     if held_out is None and data.test is None:
         return None

@@ -61,7 +61,7 @@ class Judged:
 
     @property
     def wrong(self) -> Tensor | None:
-        return None if self.predicted is None else self.predicted != self.labels
+        return None if self.predicted is None or self.labels is None else self.predicted.ne(self.labels)
 
     @property
     def score(self) -> float:
