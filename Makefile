@@ -19,6 +19,7 @@ setup: .venv/ready
 
 demo: setup
 	$(RUN)sparsevd train --model lenet-300-100 --data mnist --out runs/demo --resume
+	$(RUN)sparsevd report runs/demo
 
 # The README's figure, from the run of the demo.
 figures: setup
@@ -37,6 +38,8 @@ test: check
 test-all: test
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_c_export.py
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_cli.py -k killed_runs
+	sh tests/set_up_browser.sh
+	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_report_in_browser.py -rs
 	cd tests && ../$(RUN)python -m fuzz --part 0.1
 
 # Hostile files, wrong shapes, kills and full disks in full numbers: about an hour.

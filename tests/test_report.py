@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import small_runs
 import sparsevd
 from sparsevd.cli import app
-from sparsevd.errors import ArgumentError, CheckpointError, GraphError, WriteError
+from sparsevd.errors import ArgumentError, CheckpointError, GraphError, MissingPackageError, WriteError
 from sparsevd.posterior import noisy_modules
 from sparsevd.reporting import bitmap, figures, wording
 from sparsevd.reporting.findings import LogAlpha, Point, TradeOff
@@ -347,3 +348,40 @@ def test_scales():
     assert Scale(5, 5000, 0, 1, log=True).ticks() == [10, 100, 1000]
     assert Scale(12000, 45000, 0, 1, log=True).ticks() == [20000, 30000]
     assert [short(value) for value in (0, 1500, -2, 2e6)] == ["0", "1.5k", "−2", "2M"]
+
+
+class Writer:
+    """Stands for torch's SummaryWriter."""
+
+    def __init__(self):
+        self.scalars, self.flushed, self.closed = {}, 0, False
+
+    def add_scalar(self, name, value, step):
+        self.scalars.setdefault(name, {})[step] = value
+
+    def flush(self):
+        self.flushed += 1
+
+    def close(self):
+        self.closed = True
+
+
+def test_numbers_for_tensorboard(monkeypatch, tmp_path):
+    from sparsevd.integrations.tensorboard import TensorBoard
+
+    writer, model = Writer(), sparsevd.sparsify(small_runs.network())
+    config = replace(small_runs.FIT, epochs=2)
+    history = sparsevd.fit(model, small_runs.data()[0], None, config, progress=False, callbacks=[TensorBoard(writer)])
+    assert writer.scalars["train_loss"] == {each.epoch: each.train_loss for each in history}
+    assert writer.scalars["units alive/1"] == {each.epoch: each.alive["1"][1] for each in history}
+    assert {"beta", "sparsity", "kl"} <= writer.scalars.keys()
+    assert "val_loss" not in writer.scalars  # nothing was held out
+    assert (writer.flushed, writer.closed) == (2, False)
+    made = Writer()
+    module = type("tensorboard", (), {"SummaryWriter": staticmethod(lambda folder: made)})
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    TensorBoard(tmp_path).on_end([])
+    assert made.closed
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingPackageError, match=r"pip install .sparsevd\[tensorboard\]"):
+        TensorBoard(tmp_path)
