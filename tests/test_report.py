@@ -26,6 +26,7 @@ from sparsevd.reporting.svg import Scale, short
 from sparsevd.runs.gathering import gather
 from sparsevd.runs.run import Run
 from sparsevd.training.checkpoint import Checkpoint, load_weights
+from sparsevd.training.progress import Callback
 from sparsevd.training.restoration import described
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "line", "rect", "circle", "path", "image"}
@@ -235,9 +236,25 @@ def test_without_the_data_there_is_still_a_page(folders, tmp_path, monkeypatch, 
     for name in ("summary.json", "run.json"):  # as `fit(run_dir=)` leaves a folder
         (folder / name).unlink()
     text = Page(sparsevd.report(folder, tmp_path / "page.html", say=quiet).read_text()).text
-    assert "not finished" in text
+    assert "not finished" not in text
     assert "does not say" in text
     assert "β ended at 1" in text
+
+
+def test_a_run_that_was_stopped(tmp_path):
+    class Stop(Callback):
+        def on_epoch(self, moment):
+            if moment.epoch == 2:
+                raise KeyboardInterrupt
+
+    model = sparsevd.sparsify(small_runs.network())
+    with pytest.raises(KeyboardInterrupt):
+        sparsevd.fit(
+            model, small_runs.data()[0], None, small_runs.FIT, progress=False, run_dir=tmp_path, callbacks=[Stop()]
+        )
+    text = Page(sparsevd.report(tmp_path, say=quiet).read_text()).text
+    assert "not finished, this is as far as it got" in text
+    assert "2 epochs in" in text
 
 
 def test_model_and_data_can_be_named(folders, tmp_path, no_graph):
@@ -346,7 +363,8 @@ def test_scales():
     assert Scale(-0.3, 0.3, 0, 1).ticks(3) == [-0.2, 0.0, 0.2]
     assert Scale(2, 2, 0, 1)(2) == 0.5
     assert Scale(5, 5000, 0, 1, log=True).ticks() == [10, 100, 1000]
-    assert Scale(12000, 45000, 0, 1, log=True).ticks() == [20000, 30000]
+    assert Scale(12000, 45000, 0, 1, log=True).ticks() == [20000, 30000, 40000]
+    assert Scale(1.7, 73, 0, 1, log=True).ticks() == [2, 5, 10, 20, 50]
     assert [short(value) for value in (0, 1500, -2, 2e6)] == ["0", "1.5k", "−2", "2M"]
 
 

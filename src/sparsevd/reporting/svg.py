@@ -37,15 +37,19 @@ def _round_steps(low: float, high: float, most: int) -> list[float]:
         return [low]
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough * 0.999)
+    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= rough * 0.999)
     return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _powers(low: float, high: float, most: int) -> list[float]:
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    if last - first < 1:  # not even two powers of ten: 2 and 5 too
-        inner = [m * 10.0**e for e in range(first - 1, last + 2) for m in (1, 2, 3, 5, 7)]
-        return [value for value in inner if low <= value <= high][:most]
+    if last - first < 1:  # not even two powers of ten: round numbers between them
+        for digits in ((1, 2, 5), range(1, 10)):
+            inner = [digit * 10.0**e for e in range(first - 1, last + 2) for digit in digits]
+            inside = [value for value in inner if low <= value <= high]
+            if len(inside) > 1:
+                break
+        return inside
     every = max(1, math.ceil((last - first + 1) / most))
     return [10.0**e for e in range(first, last + 1, every)]
 

@@ -221,6 +221,8 @@ def _measure(found: Findings, run: Run, graph: Graph | None, noisy: bool, say: C
         model = run.model(data.classes)
         if noisy:
             found.trade_off = _trade_off(run, model, data, graph, say)
+            if found.trade_off is not None and found.bytes is None:  # the network itself could not be had without data
+                found.bytes = found.trade_off.points[found.trade_off.chosen].bytes
         reference = run.dense(data.classes)
         if data.test is None or (reference is None and not noisy):
             return

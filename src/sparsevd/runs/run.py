@@ -151,8 +151,12 @@ class Run:
         return self._origin.said if self._origin else {}
 
     def is_finished(self) -> bool:
-        """Whether training came to its end, and the result was written down."""
-        return (self.folder / SUMMARY).is_file()
+        """Whether training came to its end: the result was written down, or all epochs are over."""
+        if (self.folder / SUMMARY).is_file():
+            return True
+        settings = self._weights.checkpoint.progress.get("settings") if self._weights.checkpoint else None
+        asked = settings.get("epochs") if isinstance(settings, dict) else None
+        return isinstance(asked, int) and len(self.history()) >= asked
 
     def pruned_tensors(self, threshold: float | str | None = None) -> dict[str, Tensor]:
         """The tensors of the plain network with its zeros; read without its code."""
