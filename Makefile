@@ -19,6 +19,7 @@ setup: .venv/ready
 
 demo: setup
 	$(RUN)sparsevd train --model lenet-300-100 --data mnist --out runs/demo --resume
+	$(RUN)sparsevd report runs/demo
 
 # The README's figure, from the run of the demo.
 figures: setup
@@ -48,6 +49,8 @@ test-all: test docs
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_c_export.py
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_documents.py -k tutorials
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_cli.py -k killed_runs
+	sh tests/set_up_browser.sh
+	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_report_in_browser.py -rs
 	cd tests && ../$(RUN)python -m fuzz --part 0.1
 	$(MAKE) wheel-test
 

@@ -11,6 +11,7 @@ from sparsevd.layers.registry import register
 from sparsevd.modelfile import load, save
 from sparsevd.moved import keep_old_names
 from sparsevd.reporting.summary import summary
+from sparsevd.runs.reports import report
 from sparsevd.runtime.acceleration import accelerate
 from sparsevd.runtime.c_export import export_c
 from sparsevd.runtime.onnx import export_onnx
@@ -59,6 +60,7 @@ __all__ = [
     "polish",
     "prune",
     "register",
+    "report",
     "save",
     "sparsify",
     "summary",

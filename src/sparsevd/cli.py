@@ -213,6 +213,24 @@ def export(
     print(targets.export(target, network, restored.example, output, options))
 
 
+@_command(epilog="Example: sparsevd report runs/demo runs/other -o comparison.html")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="The folder of a run; several are shown side by side.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write. Default: report.html in the first folder.")
+    ] = None,
+    time: Annotated[bool, typer.Option("--time", help="Measure milliseconds on this machine too.")] = False,
+    model: Annotated[str | None, _MODEL] = None,
+    data: Annotated[str | None, typer.Option(help="The data, if the folder does not say: as for train.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
+) -> None:
+    """Write what a run came to as a page of HTML that needs nothing but a browser."""
+    from sparsevd.runs import reports
+
+    page = reports.report(runs, output, time=time, model=model, data=data, data_dir=data_dir)
+    print(f"written to {page}")
+
+
 @_command(epilog="Example: sparsevd compress runs/demo -o lenet.spvd --max-error-increase 0.05")
 @options_from(CompressConfig)
 def compress(

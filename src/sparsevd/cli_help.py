@@ -20,7 +20,7 @@ GROUPS = {
     "Budget": "sparsity max_error_increase max_bytes",
     "Teacher": "teacher temperature teacher_weight",
     "Format": "to precision smaller sparse_initializers",
-    "Timing": "batch compiler",
+    "Timing": "time batch compiler",
     "Files and machine": "out output resume overwrite seed threads contract channels_last variance_dtype as_json cards",
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
@@ -29,7 +29,7 @@ _OTHERS = "Options"
 # The commands on the first page, by what they are for.
 COMMANDS = {
     "Train": "train compare",
-    "Look": "info bench doctor",
+    "Look": "info report bench doctor",
     "Deliver": "prune compress export",
 }
 _COMMAND_GROUP_OF = {name: group for group, names in COMMANDS.items() for name in names.split()}

@@ -1,7 +1,9 @@
-"""The recipe as a callback of other people's trainers; each is loaded on use, since it needs its trainer's package.
+"""The recipe as a callback of other people's trainers, and ours for what others show; each is loaded on use, since it
+needs a package of its own.
 
     sparsevd.integrations.lightning.SparseVD          pip install "sparsevd[lightning]"
     sparsevd.integrations.transformers.SparseVD       pip install "sparsevd[transformers]"
+    sparsevd.integrations.tensorboard.TensorBoard     pip install "sparsevd[tensorboard]"
 
 Whatever has a torch optimizer and a loop of its own, such as one with Accelerate, needs no more than `sparsevd.attach`.
 """
@@ -9,7 +11,7 @@ Whatever has a torch optimizer and a loop of its own, such as one with Accelerat
 import importlib
 from types import ModuleType
 
-_MODULES = ("lightning", "transformers")
+_MODULES = ("lightning", "tensorboard", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:

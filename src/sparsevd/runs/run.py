@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,11 +38,12 @@ from sparsevd.runs import sources
 from sparsevd.runs.origin import Origin
 from sparsevd.runs.sources import Sources
 from sparsevd.runs.weight_file import WeightFile
-from sparsevd.training.checkpoint import check_fit
-from sparsevd.training.data import size, split
+from sparsevd.training.checkpoint import check_fit, load_weights
+from sparsevd.training.data import Data, size, split
 from sparsevd.training.evaluation import evaluate
 from sparsevd.training.fine_tuning import POLISH_RATE, polish
-from sparsevd.training.folder import CHECKPOINT, METRICS
+from sparsevd.training.folder import CHECKPOINT, METRICS, history_of
+from sparsevd.training.history import EpochMetrics
 from sparsevd.training.price import Auto
 from sparsevd.training.recipes import FitConfig
 
@@ -134,6 +135,28 @@ class Run:
     def summary(self, threshold: float | str | None = None) -> ModelSummary:
         """What is left of the network, layer by layer; read without its code."""
         return self._weights.summary(threshold)
+
+    def noisy(self) -> dict[str, tuple[Tensor, Tensor, float]]:
+        """θ, log σ² and threshold by layer; empty for a plain network. Read without its code."""
+        return self._weights.noisy()
+
+    def history(self) -> Sequence[EpochMetrics]:
+        """The epochs of training that are over; none in a file of weights alone."""
+        checkpoint = self._weights.checkpoint
+        return history_of(checkpoint, self.file) if checkpoint and checkpoint.progress else ()
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the folder says of itself, as its JSON has it and unchecked; nothing where it says nothing."""
+        return self._origin.said if self._origin else {}
+
+    def is_finished(self) -> bool:
+        """Whether training came to its end: the result was written down, or all epochs are over."""
+        if (self.folder / SUMMARY).is_file():
+            return True
+        settings = self._weights.checkpoint.progress.get("settings") if self._weights.checkpoint else None
+        asked = settings.get("epochs") if isinstance(settings, dict) else None
+        return isinstance(asked, int) and len(self.history()) >= asked
 
     def pruned_tensors(self, threshold: float | str | None = None) -> dict[str, Tensor]:
         """The tensors of the plain network with its zeros; read without its code."""
@@ -270,6 +293,27 @@ class Run:
         check_fit(tensors, dict(network.state_dict()), f"{self.file} does not fit the model")
         network.load_state_dict(tensors)
         return network
+
+    def dense(self, classes: int) -> tuple[nn.Module, str] | None:
+        """The trained dense network that the run began with, and what it is; None if it began with none."""
+        asked = self.said.get("asked")
+        given = asked.get("init_from") if isinstance(asked, dict) else None
+        if (self.folder / PRETRAIN / CHECKPOINT).is_file():
+            path, what = self.folder / PRETRAIN, "the dense network after pre-training"
+        elif isinstance(given, str):
+            path, what = Path(given), "the dense network that the run began with"
+        else:
+            return None
+        if self.model_name is None:
+            raise self._incomplete("which network it is of", model=None)
+        network = sources.build_model(self.model_name, classes).eval()
+        load_weights(network, path)
+        return network, what
+
+    def held_out(self, data: Sources) -> Data | None:
+        """The examples that the run has not trained on, of its whole data; None if it has held out none."""
+        unseen = self._origin.asked("val_size") if self._origin else 0
+        return split(data.train, unseen, self.seed())[1] if unseen else None
 
     def has_begun(self) -> bool:
         """Whether there is a state of training that could be resumed."""

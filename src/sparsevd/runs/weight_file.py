@@ -72,6 +72,15 @@ class WeightFile:
             dense=tuple(dense) if self.is_sparse else (),
         )
 
+    def noisy(self) -> dict[str, tuple[Tensor, Tensor, float]]:
+        """θ, log σ² and threshold of every posterior by its label, a shared one once."""
+        own = self._thresholds(None)
+        return {
+            label_of(name): (*self._pair(name), own[name])
+            for name, known in self._posteriors.items()
+            if known["of"] == name
+        }
+
     def threshold_of_sparsity(self, sparsity: float) -> float:
         """Where to cut log α, so that this share of all weights is zero."""
         if not self.is_sparse:

@@ -191,19 +191,24 @@ def _is_count(value: object, most: int) -> bool:
     return is_whole(value, 0, most) or (isinstance(value, float) and 0 <= value <= most)
 
 
+def history_of(checkpoint: Checkpoint, path: Path) -> History:
+    """The epochs that are over, checked; `path` is where the checkpoint comes from."""
+    if checkpoint.format == 1:
+        stored = checkpoint.progress.get("state")
+        return history.from_entries(stored.get("history") if isinstance(stored, dict) else None, path)
+    layers = checkpoint.progress.get("history_layers")
+    return history.from_tensors(checkpoint.history, layers, path, checkpoint.format)
+
+
 def _state(checkpoint: Checkpoint, epochs: int, path: Path) -> State:
     """How far a run of so many epochs is, with every number in its range."""
     stored = checkpoint.progress.get("state")
     if not isinstance(stored, dict):
         raise CheckpointError.damaged(path, f"its state is {shown(stored)}")
-    stored = dict(stored)
+    stored, past = dict(stored), history_of(checkpoint, path)
     if checkpoint.format == 1:
-        past = history.from_entries(stored.pop("history", None), path)
+        del stored["history"]
         stored["bfloat16"] = None  # it was not kept then
-    else:
-        past = history.from_tensors(
-            checkpoint.history, checkpoint.progress.get("history_layers"), path, checkpoint.format
-        )
     expected = set(vars(State())) - {"history"}
     if stored.keys() != expected:
         raise CheckpointError.damaged(path, f"its state has not exactly {', '.join(sorted(expected))}")

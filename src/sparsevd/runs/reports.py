@@ -1,0 +1,64 @@
+"""A run, or several side by side, as one page that needs nothing but a browser."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sparsevd.errors import ArgumentError
+from sparsevd.files import atomic
+from sparsevd.reporting.findings import Findings
+from sparsevd.runs.run import Run
+
+PAGE = "report.html"
+
+
+def report(
+    runs: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    *,
+    time: bool = False,
+    model: str | None = None,
+    data: str | None = None,
+    data_dir: str | Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Write a report of a run, or of several side by side, and return where it is.
+
+        sparsevd.report("runs/demo", "report.html")
+        sparsevd.report(["runs/demo", "runs/other"], "comparison.html")
+
+    What is left of each layer, log α, the course of training, what other thresholds would cost and save, where the kept
+    weights are, and whose prediction changed. The page is one file, and looks at no other when it is read.
+
+    Args:
+        runs: the folder of a run, or several of them; a single file of weights will do.
+        output: where to write; by default report.html in the folder of the first run.
+        time: measure milliseconds on this machine too.
+        model: the network, where a folder does not say: one of the paper, or "package.module:factory".
+        data: the data, in the same way.
+        data_dir: where a data set is looked for.
+        say: told what is being done.
+    """
+    from sparsevd import __version__
+    from sparsevd.reporting.page import page
+    from sparsevd.runs.gathering import gather
+
+    paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(each) for each in runs]
+    if not paths:
+        raise ArgumentError("there is no run to report on; give at least one folder")
+    folder = Path(data_dir) if data_dir is not None else None
+    opened = [Run(path, model=model, data=data, data_dir=folder, say=say) for path in paths]
+    target = Path(output) if output is not None else opened[0].folder / PAGE
+    if target.is_dir():
+        raise ArgumentError(f"{target} is a folder; give the name of a file for the page, such as {target / PAGE}")
+    found = [gather(run, time=time, say=say) for run in opened]
+    atomic.write(target, page(_named_apart(found), __version__))
+    return target
+
+
+def _named_apart(found: list[Findings]) -> list[Findings]:
+    """Runs whose folders have the same name go by their whole paths."""
+    names = [each.name for each in found]
+    for each in found:
+        if names.count(each.name) > 1:
+            each.name = each.path
+    return found
