@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # the tests read this file without Sphinx
 FIRST_PAGE = "docs/index"
 
 NAVIGATION = {
+    "Start": {
+        "docs/install": "Install",
+    },
     "Tutorials": {
         "docs/tutorials/sparsify-your-model": "Sparsify your model",
         "docs/tutorials/keep-to-a-budget": "Keep to a budget",
@@ -23,6 +26,7 @@ NAVIGATION = {
         "docs/training": "Training",
         "docs/loops": "Loops and trainers",
         "docs/budgets": "Budgets",
+        "docs/report": "The report",
         "docs/layers": "Layers",
         "docs/linear_models": "Linear models",
         "docs/coming-from": "Coming from another library",
@@ -49,6 +53,7 @@ NAVIGATION = {
         "docs/api/zoo": "sparsevd.zoo",
         "docs/api/posterior": "sparsevd.posterior",
         "CONTRIBUTING": "Contributing",
+        "CHANGELOG": "Changes",
     },
 }
 
