@@ -69,7 +69,9 @@ class TextEncoder(nn.Module):
         return self.head(self.dropout((h * read).sum(1) / read.sum(1)))  # type: ignore[no-any-return]
 
 
-_DEVIATION = 0.1  # of embeddings; torch's own, 1, drowns what comes after them
+# Of embeddings. Torch's own is 1: rare words would stay there at random, as large as those that have learned something,
+# and have to be unlearned when weights are removed.
+_DEVIATION = 0.01
 
 
 def _embedding(tokens: int, width: int) -> nn.Embedding:
