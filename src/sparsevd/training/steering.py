@@ -29,8 +29,7 @@ LEARNING = 0.6  # of the run
 WARM_UP = 0.1  # of the run: β grows to its first value
 LOOKS = 30  # at the held-out data while it learns
 ROUNDS = 32  # of looking and cutting while it settles
-UP = 1.25  # what a look may do to β where nothing is lost yet ...
-FASTER = 3.0  # ... and its largest power, where the network has become better than its reference by some budgets
+UP = 1.25  # what a look may do to β
 CUT = 0.85  # what a round leaves of the weights, while there is room
 PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
 TOO_FAR = 2.0  # budgets beyond the budget: noise that costs so much, look after look, ends the learning
@@ -171,7 +170,7 @@ class Steering:
         self._beyond = self._beyond + 1 if room < -TOO_FAR else 0
         if self._beyond == PATIENCE:
             self._learns_until, self._beyond = progress, 0
-        self._log_beta += math.log(UP) * _bounded(max(0.0, room), FASTER)
+        self._log_beta += math.log(UP) * max(0.0, min(1.0, room))
 
     @torch.no_grad()
     def _softly_kept(self) -> float:
