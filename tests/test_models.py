@@ -11,7 +11,8 @@ SHAPES = {"lenet-300-100": (1, 28, 28), "lenet-5-caffe": (1, 28, 28), "fc-1000-1
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_takes_a_batch(name):
     model = MODELS[name](7).eval()
-    assert model(torch.randn(2, *SHAPES.get(name, (3, 32, 32)))).shape == (2, 7)
+    images = torch.randn(2, *SHAPES.get(name, (3, 32, 32)))
+    assert model(torch.randint(0, 99, (2, 30)) if name.startswith("text-") else images).shape == (2, 7)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ NAVIGATION = {
     "The method and its evidence": {
         "docs/method": "The method",
         "docs/results": "Results",
+        "docs/text": "Texts",
         "experiments/README": "The paper's claims",
         "docs/training-cost": "Cost of training",
         "docs/reliability": "Reliability",

@@ -1,7 +1,8 @@
 """Multi-head attention: the noise is drawn per output of each projection, then torch's own attention runs on them."""
 
 import math
-from typing import Any, cast, final
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -157,38 +158,10 @@ class SparseMultiheadAttention(SparseLayer):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention on noisy projections, step by step as torch's function has it, but for the order of axes."""
-        if is_causal and attn_mask is None:
-            raise ArgumentError("is_causal=True says that attn_mask is the causal mask; give attn_mask too")
-        batched = query.dim() == 3
-        batch = (0 if self.batch_first else 1) if batched else None
-        q, k, v = (self._heads(each, batch) for each in self._projections(query, key, value))  # [batch, head, place, …]
-        n, _, targets, _ = q.shape
-        if is_causal and key_padding_mask is None and not need_weights:
-            mask = None
-        else:
-            is_causal = False
-            mask = _merged(attn_mask, key_padding_mask, (n, self.num_heads, targets, k.shape[2]), q.dtype)
-        if self.bias_k is not None and self.bias_v is not None:
-            k, v = (
-                torch.cat([each, bias.view(1, self.num_heads, 1, -1).expand(n, -1, -1, -1).to(each.dtype)], 2)
-                for each, bias in ((k, self.bias_k), (v, self.bias_v))
-            )
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        if mask is not None:
-            mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added is seen by all
-        weights = None
-        if need_weights:
-            scores = (q * math.sqrt(1 / self.head_dim)) @ k.transpose(-2, -1)
-            weights = F.dropout(F.softmax(scores if mask is None else scores + mask, -1), self.dropout)
-            found = weights.to(v.dtype) @ v
-        else:
-            found = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal)
-        # Back to the axes of the query, so that the memory is in their order.
-        found = found.permute(2, 0, 1, 3) if batch == 1 else found.transpose(1, 2)
-        output = self.out_proj(found.reshape(*query.shape[:-1], self.embed_dim))
-        return output, weights if batched or weights is None else weights.squeeze(0)
+        """Attention on noisy projections."""
+        masks = Masks(key_padding_mask, attn_mask, is_causal)
+        projected = self._projections(query, key, value)
+        return attend(cast(Attending, self), query, projected, masks, need_weights=need_weights)
 
     def _projections(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """A sample of each; one product for what is given twice, where the weights lie side by side."""
@@ -211,12 +184,74 @@ class SparseMultiheadAttention(SparseLayer):
         dtype = variance_dtype(self, _PRODUCT, input, theta, log_sigma2)
         return sample(_PRODUCT, input, NoisyWeight(theta, bias, log_sigma2, dtype))
 
-    def _heads(self, projected: Tensor, batch: int | None) -> Tensor:
-        """[batch, head, place, one of the head's numbers], from any order of batch and places."""
-        if batch is None:
-            projected = projected.unsqueeze(0)
-        heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
-        return heads.permute(1, 2, 0, 3) if batch == 1 else heads.transpose(1, 2)
+
+class Attending(Protocol):
+    """What `attend` asks of a module: the options of `nn.MultiheadAttention`, and its last projection."""
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    add_zero_attn: bool
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+    out_proj: nn.Module
+
+
+class Masks(NamedTuple):
+    """What is not to be seen, as `nn.MultiheadAttention` takes it."""
+
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    is_causal: bool
+
+
+def attend(
+    module: Attending, query: Tensor, projected: Sequence[Tensor], masks: Masks, *, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention on projections of query, key and value, step by step as torch's function has it, but for the order of
+    axes. The weights are those of each head."""
+    key_padding_mask, attn_mask, is_causal = masks
+    if is_causal and attn_mask is None:
+        raise ArgumentError("is_causal=True says that attn_mask is the causal mask; give attn_mask too")
+    batched = query.dim() == 3
+    batch = (0 if module.batch_first else 1) if batched else None
+    q, k, v = (_heads(module, each, batch) for each in projected)  # [batch, head, place, …]
+    n, _, targets, _ = q.shape
+    if is_causal and key_padding_mask is None and not need_weights:
+        mask = None
+    else:
+        is_causal = False
+        mask = _merged(attn_mask, key_padding_mask, (n, module.num_heads, targets, k.shape[2]), q.dtype)
+    if module.bias_k is not None and module.bias_v is not None:
+        k, v = (
+            torch.cat([each, bias.view(1, module.num_heads, 1, -1).expand(n, -1, -1, -1).to(each.dtype)], 2)
+            for each, bias in ((k, module.bias_k), (v, module.bias_v))
+        )
+    if module.add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    if mask is not None:
+        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added is seen by all
+    weights = None
+    if need_weights:
+        scores = (q * math.sqrt(1 / module.head_dim)) @ k.transpose(-2, -1)
+        weights = F.dropout(F.softmax(scores if mask is None else scores + mask, -1), module.dropout)
+        found = weights.to(v.dtype) @ v
+    else:
+        found = F.scaled_dot_product_attention(q, k, v, mask, module.dropout, is_causal)
+    # Back to the axes of the query, so that the memory is in their order.
+    found = found.permute(2, 0, 1, 3) if batch == 1 else found.transpose(1, 2)
+    output = module.out_proj(found.reshape(*query.shape[:-1], module.embed_dim))
+    return output, weights if batched or weights is None else weights.squeeze(0)
+
+
+def _heads(module: Attending, projected: Tensor, batch: int | None) -> Tensor:
+    """[batch, head, place, one of the head's numbers], from any order of batch and places."""
+    if batch is None:
+        projected = projected.unsqueeze(0)
+    heads = projected.view(*projected.shape[:-1], module.num_heads, module.head_dim)
+    return heads.permute(1, 2, 0, 3) if batch == 1 else heads.transpose(1, 2)
 
 
 def _merged(

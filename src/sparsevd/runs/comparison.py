@@ -33,10 +33,8 @@ RECORDS = "compare.json"
 class CompareConfig:
     """What to compare on what."""
 
-    net: Annotated[str, "A network of the paper, or package.module:factory."] = RunConfig.model
-    data: Annotated[str, "mnist, cifar10, cifar100, or package.module:factory returning (train, test)."] = (
-        RunConfig.data
-    )
+    net: Annotated[str, "A network by name, such as lenet-5-caffe, or package.module:factory."] = RunConfig.model
+    data: Annotated[str, "mnist, 20newsgroups, …, or package.module:factory returning (train, test)."] = RunConfig.data
     methods: tuple[str, ...] = tuple(METHODS)
     out: Annotated[Path, "Folder for the records; what is there is not trained again."] = Path("runs/compare")
     epochs: Annotated[int, "Passes over the training set, for every method."] = FitConfig.epochs

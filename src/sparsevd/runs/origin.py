@@ -96,7 +96,7 @@ class Origin:
         """One input of zeros in a batch of one, or several as a tuple; None where the file does not say."""
         described, data = self.said.get("example"), self._dataset()
         if described is None:
-            return torch.zeros(1, *DATASETS[data].shape) if data else None
+            return torch.zeros(1, *DATASETS[data].shape, dtype=DATASETS[data].dtype) if data else None
         if isinstance(described, dict) and described and all(isinstance(each, dict) for each in described.values()):
             names = ", ".join(map(shown, list(described)[:5]))
             raise ArgumentError(

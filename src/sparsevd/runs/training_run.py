@@ -48,8 +48,8 @@ PRETRAIN_EPOCHS = 10
 class RunConfig:
     """What to train, on what, and where to put it. What stands beside a type is the help of its option."""
 
-    model: Annotated[str, "A network of the paper, or package.module:factory."] = "lenet-300-100"
-    data: Annotated[str, "mnist, cifar10, cifar100, or package.module:factory returning (train, test)."] = "mnist"
+    model: Annotated[str, "A network by name, such as lenet-5-caffe, or package.module:factory."] = "lenet-300-100"
+    data: Annotated[str, "mnist, 20newsgroups, …, or package.module:factory returning (train, test)."] = "mnist"
     out: Annotated[Path, "Folder for the results."] = Path("runs/train")
     fit: FitConfig = field(default_factory=FitConfig)
     threshold: Annotated[float, "Weights of log α above it are dropped."] = THRESHOLD

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -15,15 +16,18 @@ from sparsevd.graph.outputs import difference, tensors_in
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table as text_table
+from sparsevd.runtime import sequences
 from sparsevd.runtime.folding import Followers, arguments_of, channel_norm, followers
 from sparsevd.runtime.layers import LAYER_TYPES, InferenceLayer, ways
 from sparsevd.runtime.plan import Plan, plan, reason
+from sparsevd.runtime.sequences import SEQUENCE_TYPES, InferenceRecurrent
 from sparsevd.runtime.timing import timings
 
 WORTH = 0.97  # a layer stays dense unless the sparse way takes at most this part of the time
 TOLERANCE = 1e-4  # by which answers may differ, of the largest output
 HOPELESS = 2.0  # times as long as dense: a plan of layers that are so slow when sparse is not tried
 
+_SWAPPED = (InferenceLayer, InferenceRecurrent)  # one of them is in everything that is swapped
 DENSE, LAYERS, PLAN = "as it was", "layer by layer", "as one plan"
 
 
@@ -74,7 +78,7 @@ class Accelerated(nn.Module):
 
     @property
     def chosen(self) -> str:
-        layered = any(isinstance(module, InferenceLayer) for module in self.model.modules())
+        layered = any(isinstance(module, _SWAPPED) for module in self.model.modules())
         return PLAN if self.plan is not None else LAYERS if layered else DENSE
 
     @property
@@ -146,9 +150,10 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
         print(fast)  # what each layer and each way took, and what was chosen
 
     Three ways are timed, with torch's number of threads: the whole network as one plan, where its operations allow
-    that (see `sparsevd.plan`); its Linear, Conv1d and Conv2d layers one by one, each sparse where that is faster, with
-    batch norm folded in where that is exact; and as it was. The example should have the batch size of later use; other
-    inputs work too. Without the compiled kernels Linear layers take torch's CSR product where that is faster.
+    that (see `sparsevd.plan`); its Linear, Conv1d and Conv2d layers and the products of MultiheadAttention one by one,
+    each sparse where that is faster, RNN, LSTM and GRU without the inputs that they give no weight, with batch norm
+    folded in where that is exact; and as it was. The example should have the batch size of later use; other inputs work
+    too. Without the compiled kernels Linear layers take torch's CSR product where that is faster.
 
     A way that answers the example otherwise than the network is not taken. What a forward puts aside between a layer
     and the batch norm or ReLU that is folded into it (`self.last = h`) is what comes after these.
@@ -242,11 +247,12 @@ def _all_dense(choices: list[LayerChoice]) -> list[LayerChoice]:
 
 def _layer_by_layer(model: nn.Module, example: Any, *, folding: bool = True) -> Layered:
     """The model with its layers swapped where that is faster; what was measured; and what was left alone, and why."""
-    shapes = _input_shapes(model, example)
-    left_alone = {name: why for name, module in model.named_modules() if (why := _why_not(module, name in shapes))}
-    if not shapes.keys() - left_alone.keys():
+    calls = _first_calls(model, example)
+    left_alone = {name: why for name, module in model.named_modules() if (why := _why_not(module, name in calls))}
+    if not calls.keys() - left_alone.keys():
         raise ConversionError(
-            f"nothing to accelerate in {type(model).__name__}: the example reaches no Linear, Conv1d or Conv2d layer"
+            f"nothing to accelerate in {type(model).__name__}: the example reaches no Linear, Conv1d or Conv2d layer, "
+            "no recurrent layer and no attention"
             + "".join(f"\nleft alone: {name}: {reason}" for name, reason in left_alone.items())
         )
     after, why_not_folded = followers(model, example) if folding else ({}, "")
@@ -255,14 +261,17 @@ def _layer_by_layer(model: nn.Module, example: Any, *, folding: bool = True) -> 
     choices: list[LayerChoice] = []
     swaps: dict[nn.Module, nn.Module] = {}
     for name, module in model.named_modules():
-        if name in shapes and name not in left_alone:
-            choice, replacements = _fastest(name, module, model, shapes[name], after.get(name, Followers()))
-            choices.append(choice)
-            swaps |= replacements
+        if name not in calls or name in left_alone:
+            continue
+        if type(module) in SEQUENCE_TYPES:
+            choice, replacements = _fastest_sequence(name, module, calls[name])
+        else:
+            shape = tuple(calls[name][0][0].shape)
+            choice, replacements = _fastest(name, module, model, shape, after.get(name, Followers()))
+        choices.append(choice)
+        swaps |= replacements
     model = swap(model, swaps)
-    return Layered(
-        model, choices, left_alone, leave_fast_paths(model, lambda module: isinstance(module, InferenceLayer))
-    )
+    return Layered(model, choices, left_alone, leave_fast_paths(model, lambda module: isinstance(module, _SWAPPED)))
 
 
 def _fastest(
@@ -288,28 +297,57 @@ def _fastest(
     return LayerChoice(name, chosen.kept, seconds[0], sparse, chosen.way, folded), swaps
 
 
+def _fastest_sequence(name: str, module: nn.Module, call: "Call") -> tuple[LayerChoice, dict[nn.Module, nn.Module]]:
+    """The same for attention or a recurrent layer, by the very call that it gets from the example."""
+    positional, named = call
+    arguments = inspect.signature(module.forward).bind(*positional, **named).arguments
+    other = sequences.faster(module, arguments, _fastest_product)
+    candidates = [module] if other is None else [module, other]
+    calls = [functools.partial(candidate, *positional, **named) for candidate in candidates]
+    dense, *rest = (timing.median for timing in timings(calls))
+    sparse = rest[0] if rest else None
+    swapped = other is not None and sparse is not None and sparse <= WORTH * dense
+    way = sequences.way(other) if other is not None and swapped else "dense"
+    choice = LayerChoice(name, sequences.kept(module), dense, sparse, way)
+    return choice, {module: other} if other is not None and swapped else {}
+
+
+def _fastest_product(weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]) -> InferenceLayer:
+    """A product with a matrix that is not a layer's own."""
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    candidates = ways(InferenceLayer(linear, weight, bias), shape)
+    x = torch.randn(shape, device="cpu")
+    seconds = [timing.median for timing in timings([functools.partial(candidate, x) for candidate in candidates])]
+    return candidates[min(range(len(seconds)), key=lambda i: seconds[i] if i else WORTH * seconds[0])]
+
+
 def _bound(model: Callable[..., Any], example: Any) -> Callable[[], Any]:
     arguments, named = arguments_of(example)
     return lambda: model(*arguments, **named)
 
 
-def _input_shapes(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of the input that each layer gets first."""
-    shapes: dict[str, tuple[int, ...]] = {}
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments, and named ones
 
-    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if arguments and isinstance(arguments[0], Tensor):
-                shapes.setdefault(name, tuple(arguments[0].shape))
+
+def _first_calls(model: nn.Module, example: Any) -> dict[str, Call]:
+    """The arguments that each layer gets first."""
+    calls: dict[str, Call] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if type(module) in SEQUENCE_TYPES or (arguments and isinstance(arguments[0], Tensor)):
+                calls.setdefault(name, (arguments, named))
 
         return hook
 
+    known = (*LAYER_TYPES, *SEQUENCE_TYPES)
     hooks = [
-        module.register_forward_pre_hook(remember(name))
+        module.register_forward_pre_hook(remember(name), with_kwargs=True)
         for name, module in model.named_modules()
-        if type(module) in LAYER_TYPES
+        if type(module) in known
     ]
-    off_path = leave_fast_paths(model, lambda module: type(module) in LAYER_TYPES)  # else layers are not called
+    off_path = leave_fast_paths(model, lambda module: type(module) in known)  # else layers are not called
     try:
         _bound(model, example)()
     except Exception as error:
@@ -318,13 +356,13 @@ def _input_shapes(model: nn.Module, example: Any) -> dict[str, tuple[int, ...]]:
         for hook in hooks:
             hook.remove()
         restore_fast_paths(off_path.values())
-    return shapes
+    return calls
 
 
 def _why_not(module: nn.Module, reached: bool) -> str:
     """Why a layer stays exactly as it is, or an empty string."""
-    if isinstance(module, nn.MultiheadAttention):
-        return "MultiheadAttention reads its projections' weights directly, so they stay dense"
+    if type(module) in SEQUENCE_TYPES:
+        return sequences.why_not(module) or ("" if reached else "the example does not reach it")
     if type(module) not in LAYER_TYPES:
         return ""
     weight = module.weight

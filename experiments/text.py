@@ -1,0 +1,282 @@
+"""Sparse VD on texts: an LSTM on 20 newsgroups and a Transformer's encoder on R52, beside their dense networks.
+
+    python experiments/text.py trials lstm          # settings, on a sixth of the training texts held out
+    python experiments/text.py run lstm --seed 0    # dense, then Sparse VD from it, on all training texts
+    python experiments/text.py control encoder      # the encoder's matrices zeroed, and the rest trained again
+    python experiments/text.py words lstm           # TF-IDF with logistic regression (scikit-learn)
+    python experiments/text.py table
+
+A trial of the dense network is a rate of dropout and a number of epochs, after which training stops; one of Sparse VD
+is the weight β of the KL and a number of epochs, from the dense network that was best on the held-out texts. There are
+as many of one as of the other. Products are in bfloat16 (autocast), which halves the time of a step on CPUs that have
+it. Each unit is a record in results/text.json, and one that is there is not done again; `runs/text` keeps checkpoints,
+from which a stopped unit goes on.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from records import Records, spread
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import sparsevd
+from sparsevd.training.data import split
+from sparsevd.zoo import datasets, text
+from sparsevd.zoo.text_models import TextEncoder, TextLSTM
+
+RUNS = Path("runs/text")
+HELD_OUT = 6  # one of so many training texts
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A setting of the dense network."""
+
+    dropout: float
+    epochs: int
+    rate: float = 4e-3
+
+    def name(self) -> str:
+        return f"dense-dropout{self.dropout:g}-epochs{self.epochs}-rate{self.rate:g}"
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A setting of Sparse VD; rate and first noise are those that `fit` chooses."""
+
+    beta: float
+    epochs: int
+    warm_up_end: float = 0.4
+
+    def name(self) -> str:
+        return f"sparse-beta{self.beta:g}-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
+
+
+@dataclass(frozen=True)
+class Task:
+    data: str
+    length: int  # tokens read of a text
+    network: Callable[..., nn.Module]
+    dense: tuple[Dense, ...]
+    sparse: tuple[Sparse, ...]
+
+
+TASKS = {
+    "lstm": Task(
+        "20newsgroups",
+        64,
+        TextLSTM,
+        (Dense(0.5, 6), Dense(0.3, 6), Dense(0.5, 10)),
+        (Sparse(0.3, 12), Sparse(1.0, 12), Sparse(1.0, 40)),
+    ),
+    "encoder": Task(
+        "r52",
+        64,
+        TextEncoder,
+        (Dense(0.1, 8, 1e-3), Dense(0.3, 8, 1e-3)),
+        (Sparse(0.3, 12), Sparse(1.0, 12)),
+    ),
+}
+
+Pair = tuple[Tensor, Tensor]
+
+
+def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(x).float()  # type: ignore[no-any-return]
+
+
+def load(task: Task) -> tuple[Pair, Pair, int]:
+    """Training and test pairs of tokens and classes, and how many classes there are."""
+    corpus = datasets.load_corpus(task.data)
+    vocabulary = text.Vocabulary.of(corpus.train.texts)
+    train, test = (
+        (vocabulary.tokens(each.texts, task.length), torch.tensor(each.labels)) for each in (corpus.train, corpus.test)
+    )
+    return train, test, len(corpus.classes)
+
+
+def trained_dense(name: str, setting: Dense, train: Pair, measured: Pair, seed: int, classes: int, place: str) -> Any:
+    """The dense network, and its error."""
+    task = TASKS[name]
+    torch.manual_seed(seed)
+    model = task.network(classes, dropout=setting.dropout)
+    kept = RUNS / name / place / setting.name() / "dense.safetensors"
+    if kept.exists():
+        model.load_state_dict(load_file(kept))
+    else:
+        config = sparsevd.FitConfig(epochs=setting.epochs, learning_rate=setting.rate, seed=seed)
+        sparsevd.fit_dense(model, train, measured, config, forward=in_bfloat16, run_dir=kept.parent, resume=True)
+        save_file(model.state_dict(), kept)
+    return model.eval(), sparsevd.evaluate(model, measured, forward=in_bfloat16).error
+
+
+def trained_sparse(
+    name: str, setting: Sparse, dense: nn.Module, train: Pair, measured: Pair, seed: int, place: str
+) -> dict[str, Any]:
+    """Sparse VD from a dense network: what a record says of it."""
+    model = sparsevd.sparsify(copy.deepcopy(dense))
+    config = sparsevd.FitConfig(epochs=setting.epochs, warm_up_end=setting.warm_up_end, seed=seed)
+    history = sparsevd.fit(
+        model,
+        train,
+        measured,
+        config,
+        loss=lambda output, target: F.cross_entropy(output, target) / setting.beta,
+        forward=in_bfloat16,
+        run_dir=RUNS / name / place / setting.name(),
+        resume=True,
+    )
+    found = sparsevd.summary(model)
+    pruned = sparsevd.prune(model)
+    layers = [{"name": layer.name, "weights": layer.weights, "kept": layer.kept} for layer in found.layers]
+    others = [layer for layer in layers if "embedding" not in layer["name"] and "places" not in layer["name"]]
+    return {
+        "error": sparsevd.evaluate(pruned, measured, forward=in_bfloat16).error,
+        "error_float32": sparsevd.evaluate(pruned, measured).error,
+        "ratio": found.ratio,
+        "ratio_without_embedding": sum(x["weights"] for x in others) / max(1, sum(x["kept"] for x in others)),
+        "words_left": int(pruned.embedding.weight.any(1).sum()),
+        "per_layer": layers,
+        "seconds": round(sum(epoch.seconds for epoch in history), 1),
+    }
+
+
+def trials(name: str, most: int, records: Records) -> None:
+    """The first settings of each method, measured on held-out training texts: those of the dense network first."""
+    task = TASKS[name]
+    everything, _, classes = load(task)
+    train, held_out = split(everything, len(everything[1]) // HELD_OUT, SPLIT_SEED)
+    for setting in task.dense[:most]:
+        if not records.find(task=name, kind="trial", method="dense", setting=asdict(setting)):
+            _, error = trained_dense(name, setting, train, held_out, 0, classes, "trials")
+            records.add(task=name, kind="trial", method="dense", setting=asdict(setting), seed=0, error=error)
+    dense, _ = trained_dense(name, Dense(**best(records, name, "dense")), train, held_out, 0, classes, "trials")
+    for setting in task.sparse[:most]:
+        if not records.find(task=name, kind="trial", method="sparse", setting=asdict(setting)):
+            result = trained_sparse(name, setting, dense, train, held_out, 0, "trials")
+            records.add(task=name, kind="trial", method="sparse", setting=asdict(setting), seed=0, **result)
+
+
+def best(records: Records, name: str, method: str) -> dict[str, Any]:
+    """The setting with the lowest held-out error; of Sparse VD the sparsest within a point of the best dense one."""
+    found = records.find(task=name, kind="trial", method=method)
+    if not found:
+        raise SystemExit(f"no trials of {name} yet: python experiments/text.py trials {name}")
+    lowest = min(found, key=lambda record: record["error"])
+    if method == "sparse":
+        limit = min(r["error"] for r in records.find(task=name, kind="trial", method="dense")) + 1
+        within = [record for record in found if record["error"] <= limit]
+        lowest = max(within, key=lambda record: record["ratio"]) if within else lowest
+    return lowest["setting"]
+
+
+def run(name: str, seed: int, records: Records) -> None:
+    """The chosen settings on all training texts, measured on the test texts."""
+    task = TASKS[name]
+    train, test, classes = load(task)
+    place = f"seed{seed}"
+    setting = Dense(**best(records, name, "dense"))
+    dense, error = trained_dense(name, setting, train, test, seed, classes, place)
+    if not records.find(task=name, kind="run", method="dense", seed=seed):
+        records.add(task=name, kind="run", method="dense", setting=asdict(setting), seed=seed, error=error)
+    if not records.find(task=name, kind="run", method="sparse", seed=seed):
+        sparse = Sparse(**best(records, name, "sparse"))
+        result = trained_sparse(name, sparse, dense, train, test, seed, place)
+        records.add(task=name, kind="run", method="sparse", setting=asdict(sparse), seed=seed, **result)
+
+
+def control(name: str, seed: int, records: Records) -> None:
+    """The dense network with the encoder's matrices zeroed, trained again but for these: what the encoder is for."""
+    task = TASKS[name]
+    train, test, classes = load(task)
+    if records.find(task=name, kind="run", method="control", seed=seed):
+        return
+    setting = Dense(**best(records, name, "dense"))
+    model, _ = trained_dense(name, setting, train, test, seed, classes, f"seed{seed}")
+    with torch.no_grad():
+        for parameter in model.encoder.parameters():
+            if parameter.dim() > 1:
+                parameter.zero_()
+    config = sparsevd.FitConfig(epochs=setting.epochs, learning_rate=setting.rate, seed=seed)
+    sparsevd.fit_dense(model, train, test, config, forward=in_bfloat16)  # zeros stay
+    error = sparsevd.evaluate(model.eval(), test, forward=in_bfloat16).error
+    records.add(task=name, kind="run", method="control", setting=asdict(setting), seed=seed, error=error)
+
+
+def words(name: str, records: Records) -> None:
+    """TF-IDF of all words of the texts and of those that the network reads, with logistic regression."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV
+
+    task = TASKS[name]
+    corpus = datasets.load_corpus(task.data)
+    for length in (task.length, None):
+        if records.find(task=name, kind="run", method="tf-idf", length=length):
+            continue
+        train, test = ([" ".join(each.split()[:length]) for each in part.texts] for part in (corpus.train, corpus.test))
+        vectorizer = TfidfVectorizer(max_features=text.WORDS, sublinear_tf=True, token_pattern=r"\S+")
+        x, x_test = vectorizer.fit_transform(train), vectorizer.transform(test)
+        search = GridSearchCV(LogisticRegression(max_iter=300), {"C": [3.0, 30.0]}, cv=3)
+        search.fit(x, corpus.train.labels)
+        error = 100 * (1 - search.score(x_test, corpus.test.labels))
+        records.add(
+            task=name,
+            kind="run",
+            method="tf-idf",
+            length=length,
+            seed=0,
+            setting=search.best_params_,
+            error=error,
+            weights=search.best_estimator_.coef_.size,
+        )
+
+
+def table(records: Records) -> str:
+    lines = [
+        "| task | method | test error % | fewer weights | without the embedding | words left | seeds |",
+        "|---" * 7 + "|",
+    ]
+    for name in TASKS:
+        for method in ("tf-idf", "dense", "control", "sparse"):
+            found = records.find(task=name, kind="run", method=method)
+            for length in dict.fromkeys(record.get("length") for record in found):
+                same = [record for record in found if record.get("length") == length]
+                cells = [spread([record["error"] for record in same])]
+                for key in ("ratio", "ratio_without_embedding", "words_left"):
+                    cells += [spread([record[key] for record in same]) if key in same[0] else ""]
+                seeds = ", ".join(str(record["seed"]) for record in same)
+                label = f"{method}, {length or 'all'} words" if method == "tf-idf" else method
+                lines.append(f"| {name} | {label} | {' | '.join(cells)} | {seeds} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["trials", "run", "control", "words", "table"])
+    parser.add_argument("task", choices=TASKS, nargs="?", default="lstm")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most", type=int, default=9, help="trials of each method, from the first")
+    arguments = parser.parse_args()
+    records = Records("text")
+    if arguments.action == "table":
+        print(table(records))
+    elif arguments.action == "trials":
+        trials(arguments.task, arguments.most, records)
+    elif arguments.action == "words":
+        words(arguments.task, records)
+    else:
+        {"run": run, "control": control}[arguments.action](arguments.task, arguments.seed, records)
+
+
+if __name__ == "__main__":
+    main()
