@@ -98,8 +98,7 @@ def test_the_library_knows_no_options():
     spoken = {
         (path.name, node.value)
         for path in PACKAGE.rglob("*.py")
-        if not path.name.startswith("cli")
-        and path.name not in ("wheels.py", "loading.py")  # they name other commands
+        if not path.name.startswith("cli") and path.name not in ("wheels.py", "loading.py")  # they name other commands
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"(?<!\w)--[a-z]", node.value)
     }

@@ -40,7 +40,6 @@ NAVIGATION = {
     "The method and its evidence": {
         "docs/method": "The method",
         "docs/results": "Results",
-        "docs/text": "Texts",
         "experiments/README": "The paper's claims",
         "docs/training-cost": "Cost of training",
         "docs/reliability": "Reliability",
