@@ -5,6 +5,7 @@
 then, in a shell: tensorboard --logdir runs
 """
 
+import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ class TensorBoard(Callback):
 
 def _writer(folder: str | Path) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ModuleNotFoundError as error:
         raise MissingPackageError('tensorboard is not installed; run: pip install "sparsevd[tensorboard]"') from error
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return writer(str(folder))

@@ -224,12 +224,11 @@ class Judge:
 def _warn_of_one_class(data: Data) -> None:
     """Held-out data that was cut off a sorted set: its error says nothing of the other classes."""
     targets = [y for _, y in batches(data, EVALUATION_BATCH, shuffle=False)]
-    found = torch.cat([y.flatten() for y in targets]).unique()
-    count = sum(len(y) for y in targets)
-    if len(found) == 1 and count > 1:
+    found = torch.cat([y.flatten() for y in targets])
+    if len(found) > 1 and bool((found == found[0]).all()):
         warnings.warn(
-            f"all {count:,} held-out examples are of class {found.item():g}, so the budget says nothing about the "
-            "others; shuffle the data before it is split",
+            f"all {len(found):,} held-out examples are of class {found[0].item():g}, so the budget says nothing "
+            "about the others; shuffle the data before it is split",
             SparseVDWarning,
             stacklevel=6,
         )
