@@ -36,7 +36,7 @@ PATIENCE = 3  # rounds beyond the budget, before the last good state comes back 
 # β begins at 1, or lower where the weights are more than so many times the examples, which makes the KL heavy: found on
 # breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
 MANY_WEIGHTS = 5.0
-# Noise that takes less than this part of what is left, in a tenth of the run in which β did not grow either, only costs:
+# Noise that takes less than this part of what is left, in a tenth of the run in which β did not grow, only costs:
 # the learning ends. A deep network's noise stops so after a quarter of the run (and 80 % zeros then cost a ResNet-8 1.6
 # points instead of 4.2), that of a fully-connected one goes on.
 STALLED, TENTH = 0.1, 0.1
