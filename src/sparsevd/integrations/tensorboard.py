@@ -47,4 +47,4 @@ def _writer(folder: str | Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
         raise MissingPackageError('tensorboard is not installed; run: pip install "sparsevd[tensorboard]"') from error
-    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder))  # type: ignore[no-untyped-call,unused-ignore]
