@@ -37,6 +37,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on a forge
 suppress_warnings = ["myst.xref_ambiguous"]
 
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -45,6 +46,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 html_theme = "furo"
+pygments_dark_style = "monokai"
 html_title = "sparsevd"
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
