@@ -37,7 +37,6 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as on a forge
 suppress_warnings = ["myst.xref_ambiguous"]
 
-napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -36,10 +36,14 @@ def in_paragraphs(lines: list[str]) -> list[str]:
     return [part for line in lines for part in (["", line] if CARD.match(line) else [line])]
 
 
-def attribute(line: str) -> list[str]:
-    """`coef_ : θ` of scikit-learn's style says what it is, not its type."""
-    name, colon, about = line.partition(" : ")
-    return [name, f"    {prose(about)}"] if colon else [prose(line)]
+def attributes(lines: list[str]) -> list[str]:
+    """A list of what a fitted estimator has: `coef_ : θ` says what it is, not its type."""
+    found = [".. rubric:: Attributes", ""]
+    for line in lines:
+        names, colon, about = line.partition(" : ")
+        quoted = ", ".join(f"``{name}``" for name in names.split(", "))
+        found.append(f"- {quoted}: {prose(about)}" if colon else f"  {prose(line.strip())}")
+    return found
 
 
 def translated(lines: list[str]) -> list[str]:
@@ -54,10 +58,9 @@ def translated(lines: list[str]) -> list[str]:
             found += paragraph
         elif heading and (underlined or paragraph[0].endswith(":")):
             section = heading[1]
-            head = paragraph[: 1 + underlined]
-            rest = paragraph[1 + underlined :]
+            head, rest = paragraph[: 1 + underlined], paragraph[1 + underlined :]
             if section == "Attributes" and underlined:
-                found += head + [part for line in rest for part in attribute(line)]
+                found += attributes(rest)
             else:
                 found += head + (rest if section == "Examples" else [prose(line) for line in rest])
         elif section == "Examples" or paragraph[0].startswith(">>>"):
