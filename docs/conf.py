@@ -45,6 +45,7 @@ python_use_unqualified_type_names = True
 add_module_names = False
 
 html_theme = "furo"
+pygments_dark_style = "monokai"
 html_title = "sparsevd"
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]

@@ -265,10 +265,9 @@ def test_every_public_name_is_described():
     public += [f"sparsevd.linear_model.{name}" for name in importlib.import_module("sparsevd.linear_model").__all__]
     missing = [name for name in public if not re.search(rf":: {re.escape(name)}$", described, re.MULTILINE)]
     assert not missing, "docs/api says nothing of them"
-    members = set(re.findall(r"\w+", " ".join(re.findall(r":members: (.+)", described))))
     from sparsevd.baselines import METHODS
 
-    assert {method.__name__ for method in METHODS.values()} <= members
+    assert all(re.search(rf"\.{method.__name__}$", described, re.MULTILINE) for method in METHODS.values())
 
 
 def test_the_page_of_runtimes_shows_its_record():

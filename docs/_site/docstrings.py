@@ -14,6 +14,7 @@ from typing import get_type_hints
 from sphinx.application import Sphinx
 
 NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(\))?")
+CARD = re.compile(r"(Suggested settings|Known negatives|Departs from \w+ \w+):")
 
 
 def code(match: re.Match[str]) -> str:
@@ -30,19 +31,45 @@ def prose(line: str) -> str:
     )
 
 
+def in_paragraphs(lines: list[str]) -> list[str]:
+    """A card's parts stand in lines of their own; a page wants paragraphs."""
+    return [part for line in lines for part in (["", line] if CARD.match(line) else [line])]
+
+
+def attributes(lines: list[str]) -> list[str]:
+    """A list of what a fitted estimator has: `coef_ : θ` says what it is, not its type."""
+    found = [".. rubric:: Attributes", ""]
+    for line in lines:
+        names, colon, about = line.partition(" : ")
+        quoted = ", ".join(f"``{name}``" for name in names.split(", "))
+        found.append(f"- {quoted}: {prose(about)}" if colon else f"  {prose(line.strip())}")
+    return found
+
+
 def translated(lines: list[str]) -> list[str]:
     """An indented paragraph that no section (`Args:`) owns is an example, or a formula."""
     found: list[str] = []
-    section = False
-    for empty, group in groupby(lines, key=lambda line: not line.strip()):
+    section = ""
+    for empty, group in groupby(in_paragraphs(lines), key=lambda line: not line.strip()):
         paragraph = list(group)
+        heading = re.fullmatch(r"([A-Z]\w+):?", paragraph[0])
+        underlined = len(paragraph) > 1 and set(paragraph[1]) == {"-"}
         if empty:
+            found += paragraph
+        elif heading and (underlined or paragraph[0].endswith(":")):
+            section = heading[1]
+            head, rest = paragraph[: 1 + underlined], paragraph[1 + underlined :]
+            if section == "Attributes" and underlined:
+                found += attributes(rest)
+            else:
+                found += head + (rest if section == "Examples" else [prose(line) for line in rest])
+        elif section == "Examples" or paragraph[0].startswith(">>>"):
             found += paragraph
         elif paragraph[0].startswith("    ") and not section:
             is_code = any(re.search(r"sparsevd\.|torch\.|[\w.]+ = \w|\w\(", line) for line in paragraph)
             found += [f".. code-block:: {'python' if is_code else 'text'}", "", *paragraph]
         else:
-            section = bool(re.fullmatch(r"[A-Z]\w+:", paragraph[0]))
+            section = section if paragraph[0].startswith(" ") else ""
             found += [prose(line) for line in paragraph]
     return found
 
