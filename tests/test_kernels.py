@@ -300,7 +300,7 @@ def test_a_library_with_other_structs_is_refused(name, monkeypatch):
     before = structs.STRUCTS.get(name, ctypes.Structure)
     last = {"_fields_": [("one_more", ctypes.c_void_p)]}
     monkeypatch.setitem(structs.STRUCTS, name, type(before.__name__, (before,), last))
-    with pytest.warns(SparseVDWarning, match=rf"struct {name} has .* in C, .* in Python. Build them"):
+    with pytest.warns(SparseVDWarning, match=rf"struct {name} has .* in C, .* in Python. Install a wheel"):
         assert loading.library.__wrapped__() is None
 
 

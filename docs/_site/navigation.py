@@ -40,6 +40,7 @@ NAVIGATION = {
     "The method and its evidence": {
         "docs/method": "The method",
         "docs/results": "Results",
+        "docs/text": "Texts",
         "experiments/README": "The paper's claims",
         "docs/training-cost": "Cost of training",
         "docs/reliability": "Reliability",
@@ -54,6 +55,7 @@ NAVIGATION = {
         "docs/api/posterior": "sparsevd.posterior",
         "CONTRIBUTING": "Contributing",
         "CHANGELOG": "Changes",
+        "SECURITY": "Security",
     },
 }
 

@@ -1,8 +1,6 @@
 """The numbers of every epoch, live in TensorBoard.
 
     sparsevd.fit(model, train, val, callbacks=[sparsevd.integrations.tensorboard.TensorBoard("runs/demo/tensorboard")])
-
-then, in a shell: tensorboard --logdir runs
 """
 
 import importlib
