@@ -73,6 +73,6 @@ def test_workflows_run_what_the_makefile_has_with_few_rights(workflow):
     text = workflow.read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"run: make ([\w-]+)", text):
-        assert target == "docs" or re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert "\npermissions:\n  contents: read\n" in text
     assert all(re.search(r"@v\d+$", line) for line in re.findall(r"uses: (\S+)", text))
