@@ -40,9 +40,12 @@ def attributes(lines: list[str]) -> list[str]:
     """A list of what a fitted estimator has: `coef_ : θ` says what it is, not its type."""
     found = [".. rubric:: Attributes", ""]
     for line in lines:
+        if line.startswith(" "):
+            found.append(f"  {prose(line.strip())}")
+            continue
         names, colon, about = line.partition(" : ")
         quoted = ", ".join(f"``{name}``" for name in names.split(", "))
-        found.append(f"- {quoted}: {prose(about)}" if colon else f"  {prose(line.strip())}")
+        found.append(f"- {quoted}: {prose(about)}" if colon else f"- {quoted}")
     return found
 
 
