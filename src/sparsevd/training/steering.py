@@ -29,8 +29,7 @@ LEARNING = 0.6  # of the run, at most
 WARM_UP = 0.1  # of the run: β grows to its first value
 LOOKS = 30  # at the held-out data while it learns
 ROUND = 0.0125  # of the run, from one look and cut to the next while it settles
-UP = 1.25  # what a look may do to β where nothing is lost yet ...
-FASTER = 3.0  # ... and its largest power, where the network has become better than its reference by some budgets
+UP = 1.25  # what a look may do to β
 CUT = 0.85  # what a round leaves of the weights, while there is room
 PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
 # β begins at 1, or lower where the weights are more than so many times the examples, which makes the KL heavy: found on
@@ -174,7 +173,7 @@ class Steering:
         if progress < WARM_UP:
             return
         # Only upwards: what the rate and the noise cost comes back when both are gone.
-        self._log_beta += math.log(UP) * _bounded(max(0.0, self._judge.room(verdict.evaluation)), FASTER)
+        self._log_beta += math.log(UP) * max(0.0, min(1.0, self._judge.room(verdict.evaluation)))
 
     def _end_where_noise_stalls(self, progress: float) -> None:
         begun, left, log_beta = self._mark
