@@ -1,7 +1,9 @@
 """Sparse VD and what the paper compares it with: a file each, whose docstring is the method's card, and one interface.
 
-outcome = train(METHODS["pruning"](), model, (x, y), epochs=40)
-outcome.network  # plain torch, the same keys, exact zeros
+    outcome = train(METHODS["pruning"](), model, (x, y), epochs=40)
+    outcome.network  # plain torch, the same keys, exact zeros
+
+`METHODS` has them all by name.
 """
 
 import copy
