@@ -48,9 +48,8 @@ test: check
 test-all: test docs
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_c_export.py
 	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_documents.py -k tutorials
-	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_cli.py -k killed_runs
 	sh tests/set_up_browser.sh
-	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest tests/test_report_in_browser.py -rs
+	SPARSEVD_LONG=1 OMP_NUM_THREADS=1 $(RUN)pytest -m long -rs --numprocesses auto --dist loadfile
 	cd tests && ../$(RUN)python -m fuzz --part 0.1
 	$(MAKE) wheel-test
 

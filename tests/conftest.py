@@ -1,8 +1,18 @@
+import os
+
 import pytest
 import torch
 
 import networks
 from sparsevd.graph import capture
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked as long are for `make test-all`: `make test` stays below five minutes."""
+    if os.environ.get("SPARSEVD_LONG") != "1":
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="the long form: SPARSEVD_LONG=1, as in make test-all"))
 
 
 @pytest.fixture(autouse=True)

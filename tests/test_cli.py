@@ -375,11 +375,13 @@ def test_pretraining_and_starting_from_a_file(user_folder):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-LONG = [pytest.mark.skipif(os.environ.get("SPARSEVD_LONG") != "1", reason="the long form: SPARSEVD_LONG=1")]
-
-
 @pytest.mark.parametrize(
-    "signals", [[0.02, 0.3], pytest.param([0.0], marks=LONG), pytest.param([0.31, 0.05, 0.17], marks=LONG)]
+    "signals",
+    [
+        [0.02, 0.3],
+        pytest.param([0.0], marks=pytest.mark.long),
+        pytest.param([0.31, 0.05, 0.17], marks=pytest.mark.long),
+    ],
 )
 def test_killed_runs_go_on_to_the_same_bits(user_folder, signals):
     """SIGKILL at several moments: before the first checkpoint, and at all sorts of times after one."""
@@ -497,6 +499,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(arguments, message, capsys, m
     assert "Pickled" not in errors or "does not exist" not in errors
 
 
+@pytest.mark.long
 def test_overwrite_keeps_the_old_run_until_the_new_one_can_start(trained):
     folder, _ = trained
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -241,6 +241,7 @@ print(len(history))
     assert result.stderr.count("this installation has no C kernels") == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_kernels_are_clean_under_the_sanitisers(tmp_path):
     sources = sorted(str(path) for path in FOLDER.glob("*.c"))

@@ -876,6 +876,7 @@ def test_without_c_a_file_of_many_decisions_is_read_only_if_allowed(monkeypatch)
     assert modelfile.unpack(unpaid, max_bytes=1 << 20)["tensor1"].all()
 
 
+@pytest.mark.long
 def test_small_files_that_ask_for_much_take_little():
     """Each of them took seconds to minutes, or gigabytes; here in a process of its own, whose memory is limited."""
     tests = Path(__file__).parent

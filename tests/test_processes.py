@@ -183,6 +183,7 @@ def test_a_process_that_dies_ends_the_run_with_a_sentence(found):
     assert len(history) == 3
 
 
+@pytest.mark.long
 def test_the_command_line_says_everything_once(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     what = ["--model", "process_worker:classifier", "--data", "process_worker:sources", "--out", tmp_path / "run"]

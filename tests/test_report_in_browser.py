@@ -1,6 +1,5 @@
 """The report as people see it: a headless Chromium opens that of a run, and that of a comparison (make test-all)."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ import small_runs
 import sparsevd
 
 pytestmark = [
-    pytest.mark.skipif("SPARSEVD_LONG" not in os.environ, reason="make test-all opens reports in a browser"),
+    pytest.mark.long,
     pytest.mark.skipif(browser.path() is None, reason="no Chromium: as root, tests/set_up_browser.sh installs it"),
 ]
 DRAWINGS = """[...document.querySelectorAll("svg[role=img]")].map(svg => {

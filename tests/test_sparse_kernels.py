@@ -142,6 +142,7 @@ OPTIONS = ["-std=gnu11", "-g", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-Wno-
 PROGRAM = str(Path(__file__).parent / "sparse_under_sanitisers.c")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_kernels_are_clean_under_the_sanitisers(tmp_path):
     trivial = tmp_path / "trivial.c"

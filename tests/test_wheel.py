@@ -39,6 +39,7 @@ def build(tmp_path, compiler=None, leftovers=()):
     return wheel
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_wheel_with_kernels_serves_every_python_of_its_platform(tmp_path):
     wheel = build(tmp_path)
@@ -46,6 +47,7 @@ def test_a_wheel_with_kernels_serves_every_python_of_its_platform(tmp_path):
     assert f"sparsevd/kernels/{loading.BUILT.name}" in zipfile.ZipFile(wheel).namelist()
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_wheel_is_pure(tmp_path):
     """Even where an earlier build has left a library behind."""
     wheel = build(tmp_path, "/nowhere/cc", [f"build/sparsevd/kernels/{loading.BUILT.name}"])
