@@ -21,7 +21,8 @@ with mock(["lightning", "transformers", "accelerate"]):
 project = "sparsevd"
 version = release = sparsevd.__version__
 root_doc = "docs/index"
-include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md", "docs/*.md", "experiments/README.md"]
+root_pages = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+include_patterns = [*root_pages, "docs/**/*.md", "docs/*.md", "experiments/README.md"]
 exclude_patterns = [".*", "build", "runs", "src", "tests"]
 
 extensions = [
