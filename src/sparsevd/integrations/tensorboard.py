@@ -1,6 +1,6 @@
 """The numbers of every epoch, live in TensorBoard.
 
-    sparsevd.fit(model, train, val, callbacks=[sparsevd.integrations.tensorboard.TensorBoard("runs/demo/tensorboard")])
+sparsevd.fit(model, train, val, callbacks=[sparsevd.integrations.tensorboard.TensorBoard("runs/demo/tensorboard")])
 """
 
 import importlib
