@@ -502,6 +502,7 @@ def test_mistakes_are_named():
     assert "reflect" in fast.left_alone["0"]
 
 
+@pytest.mark.long
 def test_without_kernels_linear_layers_take_csr():
     """In a process that never saw the library."""
     code = """

@@ -19,6 +19,7 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(bench, "timings", lambda calls: quick(calls, turns=2, slice_of=1e-5))
 
 
+@pytest.mark.long
 def test_every_way_gives_the_same(monkeypatch):
     model = pruned(models.lenet_300_100(), 0.9)
     report = bench.bench(model, torch.zeros(1, 1, 28, 28), batches=(1, 3), threads=(1,), compiler=False)

@@ -508,6 +508,7 @@ def test_overwrite_keeps_the_old_run_until_the_new_one_can_start(trained):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.long
 def test_a_run_is_not_overwritten_by_accident(trained, user_folder):
     refused = sparsevd(*TRAIN, "--out", "run", "--epochs", 1)
     assert refused.returncode == 2

@@ -61,6 +61,7 @@ def test_a_plan_says_so_too():
         sparsevd.plan(model.to("meta"), x.to("meta"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [convolutions, *networks.NETWORKS.values()])
 def test_no_tensor_is_made_where_torch_happens_to_make_them(make):
     """Another default device: a tensor made without saying where would be there, and meet those on the CPU."""

@@ -134,6 +134,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "loops.md").read_text(encoding="utf
 SCRIPTS = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if code.startswith("# torchrun")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("script", "shown"), [*zip(SCRIPTS, ["fewer weights", ""], strict=True)], ids=KINDS)
 def test_the_scripts_of_the_page_run(script, shown, tmp_path):
     # gloo's threads may outlive the interpreter, so it ends before they do.

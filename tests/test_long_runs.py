@@ -217,6 +217,7 @@ def started(tmp_path):
     return process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_the_whole_queue_may_be_stopped_at_any_time(make, tmp_path, how):
     queue = make(toy("long", work=Toy(epochs=30)), toy("b"))
