@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import small_runs
 import sparsevd
 from sparsevd.cli import app
-from sparsevd.errors import ArgumentError, CheckpointError, GraphError, MissingPackageError, WriteError
+from sparsevd.errors import ArgumentError, CheckpointError, GraphError, MissingPackageError, SparseVDError, WriteError
 from sparsevd.posterior import noisy_modules
 from sparsevd.reporting import bitmap, figures, wording
 from sparsevd.reporting.findings import LogAlpha, Point, TradeOff
@@ -194,7 +194,7 @@ def test_several_runs_side_by_side(folders, found, tmp_path, monkeypatch):
     assert "Error and size of every run" in html
     assert read.text.count("Which layer is largest now?") == 3
     assert "is the smallest" in read.text
-    twice = tmp_path / "other" / "plain"
+    twice = shutil.copytree(folders / "plain", tmp_path / "other" / "plain")
     named = Page(sparsevd.report([paths[0], twice], tmp_path / "two.html", say=quiet).read_text()).text
     assert str(twice) in named.split("Side by side")[0]  # their names alone would not tell them apart
 
@@ -230,8 +230,8 @@ def test_without_the_data_there_is_still_a_page(folders, tmp_path, monkeypatch, 
     monkeypatch.setattr(small_runs, "data", gone)
     text = Page(sparsevd.report(folder, tmp_path / "page.html", say=quiet).read_text()).text
     assert "Not shown: what was measured on data" in text
-    assert "It branches" in text
-    assert "No such pictures" in text
+    assert "it branches" in text
+    assert "no such pictures" in text
     assert "Which layer is largest now?" in text
     for name in ("summary.json", "run.json"):  # as `fit(run_dir=)` leaves a folder
         (folder / name).unlink()
@@ -403,3 +403,17 @@ def test_numbers_for_tensorboard(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingPackageError, match=r"pip install .sparsevd\[tensorboard\]"):
         TensorBoard(tmp_path)
+
+
+def test_what_the_caller_names_must_be_there(folders, tmp_path):
+    with pytest.raises(SparseVDError, match="nope"):
+        sparsevd.report(folders / "plain", tmp_path / "page.html", model="nope", say=quiet)
+    with pytest.raises(SparseVDError, match="nope"):
+        sparsevd.report(folders / "plain", tmp_path / "page.html", data="nope", say=quiet)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_every_folder_is_looked_at_before_any_is_measured(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsevd.runs.gathering.gather", lambda *_, **__: pytest.fail("measured too early"))
+    with pytest.raises(SparseVDError, match="does not exist"):
+        sparsevd.report([folders / "plain", tmp_path / "none"], say=quiet)

@@ -217,17 +217,22 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="The folder of a run; several are shown side by side.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write. Default: report.html in the first folder.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write. Default: report.html (comparison.html) in the first folder."
+        ),
     ] = None,
     time: Annotated[bool, typer.Option("--time", help="Measure milliseconds on this machine too.")] = False,
     model: Annotated[str | None, _MODEL] = None,
     data: Annotated[str | None, typer.Option(help="The data, if the folder does not say: as for train.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the data set. [env: SPARSEVD_DATA]")] = None,
+    input_shape: Annotated[str | None, _INPUT_SHAPE] = None,
 ) -> None:
     """Write what a run came to as a page of HTML that needs nothing but a browser."""
     from sparsevd.runs import reports
 
-    page = reports.report(runs, output, time=time, model=model, data=data, data_dir=data_dir)
+    shape = _sizes(input_shape)
+    page = reports.report(runs, output, time=time, model=model, data=data, data_dir=data_dir, input_shape=shape)
     print(f"written to {page}")
 
 

@@ -33,7 +33,7 @@ MOST_FILTERS = 64  # are drawn one by one
 
 def gather(run: Run, *, time: bool = False, say: Callable[[str], None] = print) -> Findings:
     """Read and measure. Only a folder that holds no run is an error."""
-    _check(run)
+    check(run)
     say(f"{run.path}: reading")
     noisy, summary = run.noisy(), run.summary()
     thresholds = {threshold for *_, threshold in noisy.values()}
@@ -67,7 +67,8 @@ def gather(run: Run, *, time: bool = False, say: Callable[[str], None] = print) 
     return found
 
 
-def _check(run: Run) -> None:
+def check(run: Run) -> None:
+    """Refuse a folder that holds no run."""
     if run.file.is_file():
         return
     if (run.path / PRETRAIN / CHECKPOINT).is_file():
@@ -87,12 +88,8 @@ def _part(found: Findings, what: str, *more: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (SparseVDError, *more)):
             raise
-        found.missing.append(f"Not shown: {what}. {_sentence(error)}")
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+        text = str(error).strip() or type(error).__name__
+        found.missing.append(f"Not shown: {what}: {text.removesuffix('.')}.")
 
 
 def _say_where_from(found: Findings, run: Run) -> None:
@@ -130,6 +127,8 @@ def _say_where_from(found: Findings, run: Run) -> None:
         found.remarks = [remark for remark in remarks if isinstance(remark, str)]
     else:
         found.remarks = found.summary.remarks
+        if found.epochs:
+            found.missing.append("What was remarked while it trained: only sparsevd train keeps that in its folder.")
 
 
 def _number(value: object) -> float | None:

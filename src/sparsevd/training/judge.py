@@ -144,7 +144,9 @@ class Judge:
         if not self.withheld:
             return ""
         points = self._allowed["error"] or 0.0
-        also = ", and the loss must not rise either" if self.base_calibrated is not None else ""
+        nats = LOSS_OF_A_POINT * points
+        also = f", and the loss, each network's at its best temperature, may rise by {nats:.2g} nats at most"
+        also = also if self.base_calibrated is not None else ""
         return (
             f"the held-out examples are few for a budget of {points:g} points: the search may use "
             f"{points - self.withheld:.2g} of them{also}. More examples in val allow more zeros"
