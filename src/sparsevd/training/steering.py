@@ -36,8 +36,8 @@ PATIENCE = 3  # rounds beyond the budget, before the last good state comes back 
 # breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
 MANY_WEIGHTS = 5.0
 # Noise that takes less than this part of what is left, in a tenth of the run in which β did not grow, only costs:
-# the learning ends. A deep network's noise stops so after a quarter of the run (and 80 % zeros then cost a ResNet-8 1.6
-# points instead of 4.2), that of a fully-connected one goes on.
+# the learning ends. A deep network's noise stops so after a quarter of the run or so, and it needs the rest to recover
+# (ResNet-8 in experiments/README.md); that of a fully-connected one goes on.
 STALLED, TENTH = 0.1, 0.1
 SPARE = 0.6  # a sparsity to reach: this power of the share of weights that it leaves may be there when learning ends
 # What a cut may cost at once, at the first rate, since training gets it back as long as it can: budgets, or parts of a
