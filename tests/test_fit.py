@@ -609,6 +609,38 @@ def test_channels_last_is_for_the_training_only_and_survives_a_resume(tmp_path):
         assert torch.equal(ours, theirs)
 
 
+def test_autocast_computes_in_bfloat16_and_measures_in_float32(tmp_path):
+    """The products of a step are bfloat16; what is shown of held-out data is what the network does in float32."""
+    seen = set()
+
+    def forward(model, x):
+        output = model(x)
+        seen.add((model.training, output.dtype))
+        return output
+
+    config = sparsevd.FitConfig(epochs=4, batch_size=20, drop_from=0.5, autocast=True)
+    data = image_problem()
+    whole, broken, plain = image_network(), image_network(), image_network()
+    history = sparsevd.fit(whole, data, data, config, forward=forward, progress=False)
+    assert seen == {(True, torch.bfloat16), (False, torch.float32)}
+    assert all(parameter.dtype is torch.float32 for parameter in whole.parameters())
+    assert history[-1].val_loss == pytest.approx(sparsevd.evaluate(whole, data).loss)
+    sparsevd.fit(plain, data, None, dataclasses.replace(config, autocast=False), progress=False)
+    assert not torch.equal(plain[0].weight, whole[0].weight)
+    torch.testing.assert_close(plain[0].weight, whole[0].weight, rtol=0.1, atol=0.1)
+    stop_after(2, broken, tmp_path, config)
+    resumed = image_network()
+    sparsevd.fit(resumed, data, None, config, run_dir=tmp_path, resume=True, progress=False)
+    for ours, theirs in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_autocast_on_a_cpu_without_bfloat16_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("sparsevd.training.loop.multiplies_bfloat16", lambda: False)
+    sparsevd.fit(image_network(), image_problem(), None, sparsevd.FitConfig(epochs=1, autocast=True))
+    assert "no instructions for bfloat16" in capsys.readouterr().out
+
+
 def stop_after(epochs, model, folder, config):
     with pytest.raises(Stop):
         sparsevd.fit(model, image_problem(), None, config, run_dir=folder, progress=False, callbacks=[Stop(epochs)])

@@ -287,7 +287,8 @@ def test_a_dropped_weight_has_no_kl_no_noise_and_no_gradient():
 @pytest.mark.skipif(not kernels.available(), reason="the kernels are not built here")
 @every_layer
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, monkeypatch):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, autocast, monkeypatch):
     """Outputs and all gradients with the same noise: the seed's noise stands in for torch's own in the composed way."""
     layer = half_pruned(make(plain, arguments)).train()
     if not isinstance(layer, ProductLayer):
@@ -306,16 +307,24 @@ def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, m
         kernels.sample_(torch.zeros_like(like), torch.ones_like(like), seed, epsilon)
         return epsilon
 
-    def outputs(way):
+    def outputs(way, autocast=autocast):
         torch.manual_seed(3)
-        monkeypatch.setattr(sampling, "_can_fuse", lambda *_: way is sampling.fused)
-        out = layer(x)
+        for ask in ("_can_fuse", "_can_fuse_in_bfloat16"):
+            monkeypatch.setattr(sampling, ask, lambda *_, ask=ask: way is sampling.fused and autocast == ("in" in ask))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = layer(x)
+        assert out.dtype is (torch.bfloat16 if autocast else torch.float32)
         weight = torch.linspace(0.5, 1.5, out.numel()).view_as(out)
-        return [out, *torch.autograd.grad((out * weight).square().sum(), [x, *layer.parameters()])]
+        return [out.float(), *torch.autograd.grad((out * weight).square().sum(), [x, *layer.parameters()])]
 
     monkeypatch.setattr(torch, "randn_like", noise)
-    for ours, theirs in zip(outputs(sampling.fused), outputs(sampling.composed), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
+    exact = outputs(sampling.composed, autocast=False)
+    for ours, theirs, all_digits in zip(outputs(sampling.fused), outputs(sampling.composed), exact, strict=True):
+        if autocast:  # no further from all digits than torch's own bfloat16
+            rounding = (theirs - all_digits).abs().max().item() + 0.01 * all_digits.abs().max().item()
+            torch.testing.assert_close(ours, all_digits, rtol=0, atol=2 * rounding)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 @every_layer

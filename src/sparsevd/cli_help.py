@@ -21,7 +21,8 @@ GROUPS = {
     "Teacher": "teacher temperature teacher_weight",
     "Format": "to precision smaller sparse_initializers",
     "Timing": "time batch compiler",
-    "Files and machine": "out output resume overwrite seed threads contract channels_last variance_dtype as_json cards",
+    "Files and machine": "out output resume overwrite seed threads contract channels_last autocast variance_dtype "
+    "as_json cards",
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
 _OTHERS = "Options"

@@ -78,6 +78,7 @@ class Training:
         loss: Loss = F.cross_entropy,
         n_train: int | None = None,
         progress: bool = True,
+        autocast: bool = False,
     ):
         for name, value in (("epochs", epochs), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -85,6 +86,7 @@ class Training:
         self.data = checked(data, "train")
         self.n = number_of_examples(self.data, n_train)
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
+        self.autocast = autocast
         self.spent = 0
 
     def run(
@@ -120,8 +122,9 @@ class Training:
                         group["lr"] = rate * DECAYS["cosine"](done) if decay else rate
                     if x.ndim == 4:  # as `fit` has it: convolutions are faster
                         x = x.to(memory_format=torch.channels_last)
-                    output = functional_call(model, dict(weights()), (x,)) if weights else model(x)
-                    nll = self.loss(output, y)
+                    with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+                        output = functional_call(model, dict(weights()), (x,)) if weights else model(x)
+                    nll = self.loss(output.float() if self.autocast else output, y)
                     objective = nll + penalty(done) if penalty else nll
                     optimizer.zero_grad()
                     objective.backward()  # type: ignore[no-untyped-call]

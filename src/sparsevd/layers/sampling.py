@@ -40,8 +40,11 @@ def sample_weights(theta: Tensor, log_sigma2: Tensor) -> Tensor:
 
 def sample(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
     """A sample of the layer's output."""
-    way = fused if _can_fuse(input, noisy) else composed
-    return way(linear_map, input, noisy)
+    if _can_fuse(input, noisy):
+        return fused(linear_map, input, noisy)
+    if _can_fuse_in_bfloat16(input, noisy):
+        return _Fused.apply(linear_map, torch.bfloat16, input, *noisy[:3], torch.bfloat16)  # type: ignore[no-any-return,no-untyped-call]
+    return composed(linear_map, input, noisy)
 
 
 def sample_part(
@@ -64,6 +67,20 @@ def _can_fuse(input: Tensor, noisy: NoisyWeight) -> bool:
         and noisy.theta.shape == noisy.log_sigma2.shape
         and kernels.can_take(input, noisy.theta, noisy.log_sigma2)
         and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _can_fuse_in_bfloat16(input: Tensor, noisy: NoisyWeight) -> bool:
+    """Under autocast to bfloat16: both products are in it, and what the kernels get is float32 that was made here."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") is torch.bfloat16
+        and input.dtype in (torch.float32, torch.bfloat16)
+        and type(input) in (Tensor, torch.nn.Parameter)
+        and input.is_cpu
+        and input.layout is torch.strided
+        and noisy.theta.shape == noisy.log_sigma2.shape
+        and kernels.can_take(noisy.theta, noisy.log_sigma2)
     )
 
 
@@ -90,7 +107,7 @@ def _autocast_to_bfloat16_at_most(device: str) -> AbstractContextManager[object]
 def fused(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> Tensor:
     if _all_in_c(linear_map, input, noisy) and kernels.shapes_fit(input, noisy.theta, noisy.bias):
         return _FusedLinear.apply(input, *noisy[:3])  # type: ignore[no-any-return,no-untyped-call]
-    return _Fused.apply(linear_map, input, *noisy)  # type: ignore[no-any-return,no-untyped-call]
+    return _Fused.apply(linear_map, torch.float32, input, *noisy)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _all_in_c(linear_map: LinearMap, input: Tensor, noisy: NoisyWeight) -> bool:
@@ -159,37 +176,48 @@ class _FusedPart(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
+    """Any linear map. `dtype` is that of γ's product and of the output; √δ and the noise are float32 in any case."""
+
     @staticmethod
     def forward(
         ctx: Any,
         linear_map: LinearMap,
+        dtype: torch.dtype,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         log_sigma2: Tensor,
         variance_dtype: torch.dtype,
     ) -> Tensor:
-        gamma = linear_map.product(input, weight, bias)
-        squared, sigma2 = _factors(input, log_sigma2, variance_dtype)
-        delta = _like(gamma, _rounded(variance_dtype, linear_map.product(squared, sigma2, None)))
-        kernels.sample_(gamma, delta, kernels.fresh_seed())
-        ctx.linear_map, ctx.variance_dtype = linear_map, variance_dtype
-        ctx.save_for_backward(input, weight, log_sigma2, delta)  # what was δ is now d b / d δ
-        return gamma
+        ctx.given = input.dtype
+        input = _as(dtype, input)
+        with torch.autocast("cpu", enabled=False):
+            product = linear_map.product(input, _as(dtype, weight), None if bias is None else _as(dtype, bias))
+            squared, sigma2 = _factors(input, log_sigma2, variance_dtype)
+            delta = _rounded(variance_dtype, linear_map.product(squared, sigma2, None))
+        gamma = _as(torch.float32, product)
+        slope = _like(gamma, delta)
+        kernels.sample_(gamma, slope, kernels.fresh_seed())  # what was δ is now d b / d δ
+        ctx.linear_map, ctx.dtype, ctx.variance_dtype = linear_map, dtype, variance_dtype
+        ctx.save_for_backward(input, weight, log_sigma2, slope)
+        return _as(dtype, gamma)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, log_sigma2, slope = ctx.saved_tensors
-        _, wants_input, wants_weight, wants_bias, wants_noise, _ = ctx.needs_input_grad
+        _, _, wants_input, wants_weight, wants_bias, wants_noise, _ = ctx.needs_input_grad
         gradients, dtype = ctx.linear_map.gradients, ctx.variance_dtype
-        grad_input, grad_weight = gradients(grad, input, weight, (wants_input, wants_weight))
-        # And through δ = A²·σ², where d A² = 2·A·d A and d σ² = σ²·d log σ².
-        squared, sigma2 = _factors(input, log_sigma2, dtype, sigma2_is_read=wants_input)
-        grad_delta = _rounded(dtype, _as(squared.dtype, grad * slope))
-        grad_squared, grad_sigma2 = gradients(grad_delta, squared, sigma2, (wants_input, wants_noise))
+        with torch.autocast("cpu", enabled=False):
+            grad_input, grad_weight = gradients(grad, input, _as(ctx.dtype, weight), (wants_input, wants_weight))
+            # And through δ = A²·σ², where d A² = 2·A·d A and d σ² = σ²·d log σ².
+            squared, sigma2 = _factors(input, log_sigma2, dtype, sigma2_is_read=wants_input)
+            grad_delta = _rounded(dtype, _as(squared.dtype, grad * slope))
+            grad_squared, grad_sigma2 = gradients(grad_delta, squared, sigma2, (wants_input, wants_noise))
         if wants_input:
-            grad_input.addcmul_(input, _rounded(dtype, grad_squared), value=2)
+            grad_input = _as(ctx.given, grad_input.addcmul_(input, _rounded(dtype, grad_squared), value=2))
+        if wants_weight:
+            grad_weight = _as(weight.dtype, grad_weight)
         if wants_noise:
             grad_sigma2 = _like(log_sigma2, _rounded(dtype, grad_sigma2))
             if wants_input:
@@ -198,8 +226,9 @@ class _Fused(torch.autograd.Function):
                 kernels.times_variance_(grad_sigma2, log_sigma2)
         grad_bias = None
         if wants_bias:
-            grad_bias = grad.sum([d for d in range(grad.ndim) if d != grad.ndim + ctx.linear_map.channel])
-        return None, grad_input, grad_weight, grad_bias, grad_sigma2, None
+            rest = [d for d in range(grad.ndim) if d != grad.ndim + ctx.linear_map.channel]
+            grad_bias = grad.sum(rest, dtype=torch.float32)
+        return None, None, grad_input, grad_weight, grad_bias, grad_sigma2, None
 
 
 def _factors(

@@ -26,6 +26,8 @@ from sparsevd.training.schedule import Schedule
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
+# What a checkpoint of before a setting was there was made with.
+BEFORE_IT_WAS_THERE = {"autocast": False}
 
 
 @dataclass
@@ -147,6 +149,7 @@ class TrainingFolder:
         settings = checkpoint.progress.get("settings")
         if not isinstance(settings, dict):
             raise CheckpointError.damaged(path, f"its settings are {shown(settings)}")
+        settings = BEFORE_IT_WAS_THERE | settings
         differing = [
             f"{name}: {shown(settings.get(name))} then, {value!r} now"
             for name, value in self.settings.items()

@@ -40,6 +40,19 @@ def changed(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return tuple(change(value) if isinstance(value, Tensor) else value for value in inputs)
 
 
+def in_bfloat16(forward: Forward, device: str) -> Forward:
+    """The same call with its products in bfloat16; the output is float32, for a loss with all its digits."""
+
+    def called(model: nn.Module, inputs: Inputs) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            output = forward(model, inputs)
+        if isinstance(output, Tensor | tuple | dict):
+            return changed(output, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+        return output
+
+    return called
+
+
 def tensors(inputs: Inputs) -> list[Tensor]:
     """The tensors among them."""
     values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple) else [inputs]

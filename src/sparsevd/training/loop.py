@@ -30,7 +30,7 @@ from sparsevd.training.evaluation import Loss, Metric, bound_on, evaluate, wrong
 from sparsevd.training.folder import State, TrainingFolder
 from sparsevd.training.gaussian import Gaussian
 from sparsevd.training.history import EpochMetrics
-from sparsevd.training.inputs import Forward, call
+from sparsevd.training.inputs import Forward, call, in_bfloat16
 from sparsevd.training.interruption import interruptible
 from sparsevd.training.likelihood import Likelihood
 from sparsevd.training.optimizer import BoundAdam
@@ -177,7 +177,9 @@ class Loop:
         self.state = State()
         self._last: EpochMetrics | None = None
         self._begun = False  # the first step of this process was taken
-        self._averaging = Averaging(self.model, task.forward) if self.team.size > 1 else None
+        # Of a step; what is measured, a budget above all, is float32 in any case.
+        self._forward = in_bfloat16(task.forward, task.device.type) if task.config.autocast else task.forward
+        self._averaging = Averaging(self.model, self._forward) if self.team.size > 1 else None
         self._noisy = True  # in the last step
         self._heard = False  # that one of several processes was interrupted
 
@@ -295,6 +297,8 @@ class Loop:
         if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
             bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()
             self.state.bfloat16 = bool(self.team.agreed([bfloat16])[0])
+        if self.config.autocast and self.task.device.type == "cpu" and not multiplies_bfloat16():
+            self._say("note: this CPU has no instructions for bfloat16, so autocast makes training slower here")
         choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
         if self._find_zeros is not None:
             self._zeros = self._find_zeros(self.model)
@@ -362,10 +366,10 @@ class Loop:
                 self._averaging.begin_anew()  # without noise log σ² has no gradient
             self._noisy = phase.noisy
 
-        output = self.task.forward(self.model, x) if self._averaging is None else self._averaging(x)
+        output = self._forward(self.model, x) if self._averaging is None else self._averaging(x)
         nll = self.task.loss(output, y)
         teacher = self.task.teacher
-        objective = nll if teacher is None else teacher.mixed(nll, output, batch, self.task.forward)
+        objective = nll if teacher is None else teacher.mixed(nll, output, batch, self._forward)
         for parameter in parameters:
             parameter.grad = None
         counted = tally.count(

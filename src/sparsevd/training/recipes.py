@@ -58,6 +58,9 @@ class FitConfig:
     variance_dtype: Annotated[
         str | None, "Type of the variance product: float32 or bfloat16; else as the CPU is fast."
     ] = None
+    autocast: Annotated[
+        bool, "Train with the products in bfloat16, where the CPU or GPU is fast at it; what is measured is float32."
+    ] = False
     weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
     # Adam's usual 0.999 remembers the early, large gradients for too long.
     adam_beta2: Annotated[float, "Decay of Adam's mean square."] = 0.99
@@ -81,7 +84,7 @@ class FitConfig:
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be a part of the run, from 0 to 1")
         if self.variance_dtype not in (None, *VARIANCE_DTYPES):
             raise ArgumentError(f"variance_dtype={self.variance_dtype!r} must be None, {' or '.join(VARIANCE_DTYPES)}")
-        for name in ("contract", "channels_last"):
+        for name in ("contract", "channels_last", "autocast"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.decay not in DECAYS:
