@@ -29,6 +29,7 @@ from sparsevd.posterior import equations
 from sparsevd.reporting.summary import summary
 from sparsevd.training.evaluation import elbo, evaluate
 from sparsevd.training.recipes import FitConfig
+from sparsevd.training.teacher import Teacher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPARSE = ["pruning", "surgery", "gradual", "soft-weight-sharing", "variational-dropout-unrestricted", "sparse-vd"]
@@ -435,3 +436,21 @@ def test_tied_weights_are_one_and_what_attention_reads_gets_no_noise():
     net["out"].weight = net["words"].weight
     assert list(named_weights(net)) == ["words.weight", "attention.in_proj_weight", "attention.out_proj.weight"]
     assert list(weight_layers(net)) == ["words", "out"]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_teacher_and_bfloat16_are_for_every_method(name):
+    """Both change what is learned; a method that passed over one of them would win or lose a comparison by it."""
+    torch.manual_seed(1)
+    teacher = Teacher(network(), weight=0.9)
+    settings = FOR_SMALL_NETWORKS.get(name, {})
+
+    def outputs(**given):
+        given = {"epochs": 3, "progress": False, **given}
+        found = baselines.train(METHODS[name](**settings), network(), problem(), **given).network
+        return found(problem()[0])
+
+    plain = outputs()
+    assert torch.equal(plain, outputs())
+    assert not torch.equal(plain, outputs(teacher=teacher))
+    assert not torch.equal(plain, outputs(autocast=True))

@@ -21,6 +21,8 @@ from sparsevd.training.evaluation import elbo
 from sparsevd.training.loop import fit
 from sparsevd.training.recipes import FitConfig
 
+_OF_THE_COMPARISON = ("epochs", "batch_size", "seed", "autocast")
+
 
 @dataclass(frozen=True)
 class SparseVD(Method):
@@ -33,15 +35,19 @@ class SparseVD(Method):
     def settings(self) -> dict[str, Any]:
         """Without what the comparison decides."""
         settings = super().settings()
-        for name in ("epochs", "batch_size", "seed"):
+        for name in _OF_THE_COMPARISON:
             del settings["recipe"][name]
         return settings
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
-        config = replace(self.recipe, epochs=training.epochs, batch_size=training.batch_size, seed=training.seed)
+        given = {name: getattr(training, name) for name in _OF_THE_COMPARISON}
+        config = replace(self.recipe, **given)
+        by: dict[str, Any] = {}
+        if (taught := training.teacher) is not None:
+            by = {"teacher": taught.source, "temperature": taught.temperature, "teacher_weight": taught.weight}
         noisy = sparsify(model, inplace=True)
         history = fit(
-            noisy, training.data, None, config, loss=training.loss, n_train=training.n, progress=training.progress
+            noisy, training.data, None, config, loss=training.loss, n_train=training.n, progress=training.progress, **by
         )
         training.spent = len(history)
         bound = elbo(noisy, training.data, training.loss, training.n)

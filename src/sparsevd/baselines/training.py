@@ -17,8 +17,10 @@ from sparsevd.layers.registry import sparse_type
 from sparsevd.training.data import Data, batches, checked, number_of_examples
 from sparsevd.training.evaluation import Loss
 from sparsevd.training.generator import seed_epoch
+from sparsevd.training.inputs import call, in_bfloat16
 from sparsevd.training.progress import Moment, display
 from sparsevd.training.recipes import DECAYS
+from sparsevd.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,10 @@ def check(method: Method, **kinds: tuple[str, ...]) -> None:
 
 
 class Training:
-    """The data and the epochs that a method may spend, as it likes, in one or several stretches."""
+    """The data and the epochs that a method may spend, as it likes, in one or several stretches.
+
+    `autocast` and `teacher` are those of `fit`, for a comparison on equal terms.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class Training:
         n_train: int | None = None,
         progress: bool = True,
         autocast: bool = False,
+        teacher: Teacher | None = None,
     ):
         for name, value in (("epochs", epochs), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -86,7 +92,8 @@ class Training:
         self.data = checked(data, "train")
         self.n = number_of_examples(self.data, n_train)
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
-        self.autocast = autocast
+        self.autocast, self.teacher = autocast, teacher
+        self._forward = in_bfloat16(call, "cpu") if autocast else call
         self.spent = 0
 
     def run(
@@ -111,6 +118,7 @@ class Training:
         if self.spent + epochs > self.epochs:
             raise ArgumentError(f"{self.spent} of {self.epochs} epochs are spent; {epochs} more are not in the budget")
         base = [group["lr"] for group in optimizer.param_groups]
+        network: Any = model if weights is None else lambda x: functional_call(model, dict(weights()), (x,))
         model.train()
         with display(self.progress) as shown:
             for epoch in range(epochs):
@@ -122,10 +130,10 @@ class Training:
                         group["lr"] = rate * DECAYS["cosine"](done) if decay else rate
                     if x.ndim == 4:  # as `fit` has it: convolutions are faster
                         x = x.to(memory_format=torch.channels_last)
-                    with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-                        output = functional_call(model, dict(weights()), (x,)) if weights else model(x)
-                    nll = self.loss(output.float() if self.autocast else output, y)
-                    objective = nll + penalty(done) if penalty else nll
+                    output = self._forward(network, x)
+                    nll = self.loss(output, y)
+                    data = self.teacher.mixed(nll, output, (x, y), self._forward) if self.teacher else nll
+                    objective = data + penalty(done) if penalty else data
                     optimizer.zero_grad()
                     objective.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
