@@ -31,6 +31,7 @@ from sparsevd.baselines.gradual import GradualPruning
 from sparsevd.baselines.training import Training
 from sparsevd.errors import SparseVDWarning
 from sparsevd.training.data import Augmented
+from sparsevd.training.teacher import Teacher
 from sparsevd.zoo import datasets, models
 
 Pair = tuple[Tensor, Tensor]
@@ -51,6 +52,8 @@ class Task:
     gradual: tuple[float, ...] = ()  # sparsities for gradual magnitude pruning ...
     gradual_rate: float = 2e-3  # ... and its rate
     regression: bool = False
+    taught: float = 0.0  # the weight of a teacher, the dense network, for Sparse VD and for its rival
+    autocast: bool = False  # both in bfloat16
     long: bool = False  # a run is an hour: it says how far it is, and goes on after a stop
 
 
@@ -127,7 +130,7 @@ TASKS = {
     "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
     "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), betas=(), regression=True),
     "resnet-8": Task(resnet8, 12, (1.0,), range(1), (0.8,), (), (0.8,), 1e-3),
-    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (0.03, 0.1, 0.3), (0.7, 0.8, 0.85), 1e-3, long=True),
+    "resnet-20": Task(resnet, 8, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True),
 }
 
 
@@ -185,12 +188,15 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
     about = TASKS[task]
     net, train, held_out, test = about.make(seed)
     model = sparsevd.sparsify(net)
-    config = sparsevd.FitConfig(epochs=about.epochs, seed=seed)
+    config = sparsevd.FitConfig(epochs=about.epochs, seed=seed, autocast=about.autocast)
+    teacher = Teacher(copy.deepcopy(net), weight=about.taught) if about.taught else None
     loss: Any = sparsevd.Gaussian() if about.regression else F.cross_entropy
     begun = time.monotonic()
     if kind == "gradual":
         method = GradualPruning(sparsity=setting["share"], learning_rate=about.gradual_rate, l1=0.0)
-        training = Training(train, epochs=about.epochs, seed=seed, progress=False)
+        training = Training(
+            train, epochs=about.epochs, seed=seed, progress=about.long, autocast=about.autocast, teacher=teacher
+        )
         cut = method.train(copy.deepcopy(net), training).network
         seconds = round(time.monotonic() - begun, 1)
         return {"epochs": about.epochs, "seconds": seconds, **judged(cut, net, held_out, test, loss)}
@@ -224,6 +230,8 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
             progress=about.long,
             run_dir=folder,
             resume=about.long,
+            teacher=teacher.source if teacher else None,
+            teacher_weight=about.taught,
         )
     return {
         "epochs": config.epochs,

@@ -583,7 +583,8 @@ def test_every_setting_with_a_help_text_is_an_option_with_its_default(name, conf
             assert option.default == field.default
             assert option.opts == [f"--{field.name.replace('_', '-')}"]
             assert option.help == types[field.name].__metadata__[0]
-            assert bool(option.secondary_opts) == (field.default is True)  # --no-contract, but no --no-mirror
+            # --no-contract and --no-noise, but no --no-mirror
+            assert bool(option.secondary_opts) == (field.default is True or field.name == "noise")
     own = {"train": {"recipe"}, "compress": {"output"}, "compare": {"methods", "cards", "as_json"}}
     assert options.keys() - {"help"} == own[name]
 

@@ -17,7 +17,7 @@ GROUPS = {
     "pretrain_learning_rate pretrain_weight_decay polish",
     "Noise": "log_sigma2_lr_ratio late_log_sigma2_lr_ratio late_from warm_up_start warm_up_end",
     "What is dropped": "threshold drop_patience drop_from",
-    "Budget": "sparsity max_error_increase max_bytes",
+    "Budget": "sparsity max_error_increase max_bytes noise",
     "Teacher": "teacher temperature teacher_weight",
     "Format": "to precision smaller sparse_initializers",
     "Timing": "time batch compiler",

@@ -1,6 +1,7 @@
 """What a weight with noise is: the paper's equations, and the tensors that carry them."""
 
 from sparsevd.posterior.posterior import (
+    BELOW_WEIGHTS,
     THRESHOLD,
     NoisyModule,
     Posterior,
@@ -17,6 +18,7 @@ from sparsevd.posterior.posterior import (
 )
 
 __all__ = [
+    "BELOW_WEIGHTS",
     "THRESHOLD",
     "NoisyModule",
     "Posterior",

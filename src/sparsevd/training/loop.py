@@ -110,6 +110,10 @@ def fit(
                 raise ArgumentError(
                     f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place"
                 )
+            if config.noise is not None and budget is None:
+                raise ArgumentError(
+                    f"noise={config.noise} is for a run with a budget; without one the noise is the method"
+                )
             if budget is not None and not isinstance(budget, Budget):
                 raise ArgumentError(
                     f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)"
@@ -270,7 +274,8 @@ class Loop:
         rates = [getattr(self.config, name) for name in start.CHOSEN]
         rates = self.team.agreed([math.nan if rate is None else rate for rate in rates])
         chosen: dict[str, Any] = {
-            name: None if math.isnan(rate) else rate for name, rate in zip(start.CHOSEN, rates, strict=True)
+            name: None if math.isnan(rate) else bool(rate) if name == "noise" else rate
+            for name, rate in zip(start.CHOSEN, rates, strict=True)
         }
         self.config = replace(self.config, **chosen)
         self.team.share(self.model.parameters())  # the first noise
@@ -281,7 +286,7 @@ class Loop:
         if run and at_end:
             found = replace(summary(self.model), course=course.ended(run, self.state.history))
             remarks = diagnose(found, WITH_A_BUDGET if self._budget else None)
-        elif run:
+        elif run and self.config.noise is not False:  # they are about the noise
             remarks = diagnose(replace(run.start, course=run), BEFORE_A_RUN)
         for callback in self._callbacks:
             (callback.on_end if at_end else callback.on_begin)(remarks)

@@ -61,6 +61,10 @@ class FitConfig:
     autocast: Annotated[
         bool, "Train with the products in bfloat16, where the CPU or GPU is fast at it; what is measured is float32."
     ] = False
+    # None: unless the network collapses without its smallest weights, which leaves the noise little to take (start.py)
+    noise: Annotated[
+        bool | None, "With a budget: learn with noise before weights are cut; by default where many can go at once."
+    ] = None
     weight_decay: float = 0.0  # of `fit_dense`, decoupled from the gradient; for `fit`, the KL is the regulariser
     # Adam's usual 0.999 remembers the early, large gradients for too long.
     adam_beta2: Annotated[float, "Decay of Adam's mean square."] = 0.99
@@ -87,6 +91,8 @@ class FitConfig:
         for name in ("contract", "channels_last", "autocast"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.noise not in (None, True, False):
+            raise ArgumentError(f"noise={self.noise!r} must be True, False or None")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
         if not 0 < self.adam_beta2 < 1:

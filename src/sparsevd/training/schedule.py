@@ -65,7 +65,10 @@ class Schedule:
         self.config, self.n_train = config, n_train
         self.posteriors = posteriors(model)
         self._model = model
-        self.steering = Steering(model, self.posteriors, budget, judge, n_train) if budget is not None else None
+        self.steering = None
+        if budget is not None:
+            noisy = config.noise is not False
+            self.steering = Steering(model, self.posteriors, budget, judge, n_train, noisy=noisy)
         self._beta_at = warm_up(config.warm_up_start, config.warm_up_end)
         self._zeros: list[tuple[Tensor, Tensor]] = []  # θ, and what to multiply it with
         # How many epochs in a row a weight has been above the threshold, by the name of its posterior.

@@ -2,7 +2,9 @@
 
 A fresh network has nothing to lose, and the recipe's rate is the best one. One that predicts already is destroyed by it
 within a few steps, so that rate is tried on a copy for a few steps, and halved until the copy survives. Its first noise
-is relative to the weights of each layer, and may grow as fast as the number of steps asks for.
+is relative to the weights of each layer, and may grow as fast as the number of steps asks for. With a budget, a network
+that cannot do without its smallest weights even for a moment trains without noise: in the few epochs that it has, the
+noise would cost more than it takes (ResNet-20 in experiments/README.md).
 """
 
 import copy
@@ -27,7 +29,7 @@ from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
 
-CHOSEN = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio")
+CHOSEN = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio", "noise")
 # What a budget is measured on where there is no val: a part of the training examples.
 HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 BATCHES = 5  # to measure on
@@ -35,9 +37,15 @@ KNOWS = 0.1  # nats that the right targets must be better than shuffled ones
 TRIAL = 0.01  # of the steps of the run, for each rate ...
 TRIAL_STEPS = (5, 60)  # ... but so many
 SMALLEST_RATE = LEARNING_RATE / 64
+# A network with many superfluous weights survives for a moment without so many of its smallest ones.
+SUPERFLUOUS = 0.6
 DROWNED = 0.12  # of a layer's weights beyond the threshold before any training: the first noise is too large then
 # What log σ² should be able to rise by in a run, and how far a step may take it.
 TRAVEL, FASTEST_NOISE = 28.0, 0.05
+WITHOUT_NOISE = (
+    f"It cannot do without the smallest {100 * SUPERFLUOUS:.0f} % of its weights, so there is no noise: weights go by "
+    "their size"
+)
 
 
 @dataclass(frozen=True)
@@ -52,20 +60,24 @@ class Start:
 def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     """The recipe for this network, and its first noise: both only where `learning_rate` was left open."""
     found = posteriors(task.model)
-    asked = budget is not None and budget.measures and budget.reference is None
+    asked = budget is not None and ((budget.measures and budget.reference is None) or config.noise is None)
     if found and config.learning_rate is not None and not asked:
         return Start(config, knows=True)
     if not found:
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=False)
     measured = _first(task, config, BATCHES)
+    said = ""
     try:
         with cut_at(task.model, math.inf):  # the first noise may be beyond every threshold where weights are small
             before = evaluate_batches(task.model, measured, task.loss, task.forward)
             knows = _knows(task, measured, before)
+            if budget is not None and config.noise is None:
+                config = replace(config, noise=not knows or _can_lose(task, SUPERFLUOUS, measured, before))
+                said = "" if config.noise else WITHOUT_NOISE
     except Exception:  # the first step will say it in a sentence
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=True)
     if config.learning_rate is not None:
-        return Start(config, knows)
+        return Start(config, knows, said)
     if not knows:
         for each in found:
             if _beyond(each) > DROWNED and _untouched(each):
@@ -89,7 +101,25 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     error = f"error {before.error:.2f} %" if before.error is not None else f"loss {before.loss:.3g}"
     why = "" if rate == LEARNING_RATE else f", the largest of {LEARNING_RATE:g}, half of it and so on that does no harm"
     text = f"the network predicts already ({error} on {BATCHES} training batches): learning_rate={rate:g}{why}"
-    return Start(chosen, knows, text)
+    return Start(chosen, knows, f"{text}. {said}" if said else text)
+
+
+@torch.no_grad()
+def _can_lose(task: Task, share: float, measured: list[Batch], before: Evaluation) -> bool:
+    """Whether a copy of the network is still good without this share of its weights, the smallest."""
+    model = copy.deepcopy(task.model)
+    weights = [each.theta for each in posteriors(model)]
+    sizes = torch.cat([weight.abs().flatten().cpu() for weight in weights])
+    limit = sizes.kthvalue(max(1, round(share * len(sizes)))).values.item()
+    for weight in weights:
+        weight.masked_fill_(weight.abs() <= limit, 0)
+    return not _collapsed(before, evaluate_batches(model, measured, copy.deepcopy(task.loss), task.forward))
+
+
+def _collapsed(before: Evaluation, after: Evaluation) -> bool:
+    if before.error is not None and after.error is not None:
+        return after.error - before.error > COLLAPSE_POINTS
+    return not after.loss - before.loss <= COLLAPSE_NATS
 
 
 def _first(task: Task, config: FitConfig, count: int) -> list[Batch]:
@@ -170,6 +200,4 @@ def _survives(
             optimizer.step()
     with cut_at(model, math.inf):
         after = evaluate_batches(model, measured, copy.deepcopy(task.loss), task.forward)
-    if before.error is not None and after.error is not None:
-        return after.error - before.error <= COLLAPSE_POINTS
-    return after.loss - before.loss <= COLLAPSE_NATS
+    return not _collapsed(before, after)

@@ -7,6 +7,8 @@ with log β). While it *settles*, the noise is off: weights go for good in the o
 noise has drowned first, and then a few more at every look that keeps to the budget; what is left is trained plainly, at
 a rate that falls to zero. At the end the sparsest state that kept to the budget comes back.
 
+A run without noise only settles. Its log σ² is the same for all weights, so that they go by their size.
+
 It knows no loop: `Schedule` asks it.
 """
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsevd.errors import SparseVDWarning
-from sparsevd.posterior import Posterior, noisy_modules, threshold_for
+from sparsevd.posterior import BELOW_WEIGHTS, Posterior, noisy_modules, threshold_for
 from sparsevd.training.budget import Budget, Point, Search, cut_at, packed_size
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.judge import Judge
@@ -31,6 +33,7 @@ LOOKS = 30  # at the held-out data while it learns
 ROUND = 0.0125  # of the run, from one look and cut to the next while it settles
 UP = 1.25  # what a look may do to β
 CUT = 0.85  # what a round leaves of the weights, while there is room
+NEAR = 4  # cuts
 PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
 # β begins at 1, or lower where the weights are more than so many times the examples, which makes the KL heavy: found on
 # breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
@@ -53,7 +56,13 @@ class Steering:
     """The state of one run with a budget."""
 
     def __init__(
-        self, model: nn.Module, posteriors: list[Posterior], budget: Budget, judge: Judge | None, n_train: int
+        self,
+        model: nn.Module,
+        posteriors: list[Posterior],
+        budget: Budget,
+        judge: Judge | None,
+        n_train: int,
+        noisy: bool = True,
     ):
         self._model, self._posteriors, self._budget, self._judge = model, posteriors, budget, judge
         self.weights = sum(each.theta.numel() for each in posteriors)
@@ -71,8 +80,20 @@ class Steering:
         self._good: dict[str, Tensor] = {}  # the last state that kept to the budget while it learned
         self._best: dict[str, Tensor] = {}  # the sparsest one while it settled ...
         self._best_zeros = -1.0  # ... and its share of zeros
+        if not noisy:
+            self._begin_without_noise()
         if judge is not None and judge.look(model).keeps:
             self._good = self._snapshot()
+
+    @torch.no_grad()
+    def _begin_without_noise(self) -> None:
+        self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
+        for module in self._own:
+            module.threshold = math.inf
+        square = sum(each.theta.double().square().sum().item() for each in self._posteriors) / self.weights
+        level = math.log(max(square, 1e-30)) - BELOW_WEIGHTS
+        for each in self._posteriors:
+            each.log_sigma2.masked_fill_(each.alive(), level)
 
     # What the schedule asks.
 
@@ -130,7 +151,8 @@ class Steering:
                 SparseVDWarning,
                 stacklevel=6,
             )
-        return f"β ended at {self.last_beta:.3g}; {result}{beside}"
+        said = f"β ended at {self.last_beta:.3g}" if self.last_beta else "trained without noise"
+        return f"{said}; {result}{beside}"
 
     def _cut_until_it_fits(self) -> int | None:
         """Bytes come last: what is left of the noise decides how many a weight takes."""
@@ -233,7 +255,7 @@ class Steering:
         self._beyond += 1
         if self._beyond < PATIENCE:
             return
-        if self._best and self._best_zeros < zeros:
+        if self._best and self._best_zeros < zeros and (self._is_near(self._best_zeros) or verdict.damage > 1):
             self._put_back(self._best)
             _forget(optimizer)
             self._cut **= 0.5
@@ -246,6 +268,11 @@ class Steering:
             self._back_to_learning()
             _forget(optimizer)
             self._beyond = 0
+
+    def _is_near(self, zeros: float) -> bool:
+        """Whether a state with so many zeros is a few cuts from the present one; from further, it is worth waiting for
+        what the falling rate brings back."""
+        return 1 - zeros <= (1 - self.zeros()) / self._cut**NEAR
 
     @torch.no_grad()
     def _back_to_learning(self) -> None:
