@@ -145,3 +145,26 @@ def test_a_run_goes_on_with_the_rate_that_was_chosen(trained, tmp_path):
     history = sparsevd.fit(again, (X, Y), None, config, run_dir=tmp_path, resume=True, progress=False)
     assert len(history) == 3
     assert math.isfinite(history[-1].train_loss)
+
+
+def test_with_a_budget_a_network_that_cannot_lose_its_smallest_weights_has_no_noise(trained):
+    """A network whose weights all matter alike: its large ones are as many as its small ones."""
+    budget = sparsevd.Budget(sparsity=0.5)
+    torch.manual_seed(0)
+    lean = nn.Linear(20, 2)
+    with torch.no_grad():
+        lean.weight.copy_(torch.randn(20) * torch.tensor([[1.0], [-1.0]]))
+        lean.bias.zero_()
+    y = (X @ lean.weight[0] > 0).long().neg() + 1
+    for net, target, noise in ((trained, Y, True), (lean, y, False), (network(), Y, True)):
+        model = sparsevd.sparsify(net)
+        before = [each.theta.clone() for each in posteriors(model)]
+        for config in (CONFIG, dataclasses.replace(CONFIG, learning_rate=1e-3)):
+            task = Task(model, (X, target), None, config, F.cross_entropy, call, None, None)
+            found = start.begin(task, config, budget)
+            assert found.config.noise is noise
+            assert ("no noise" in found.text) is not noise
+            asked = dataclasses.replace(config, noise=not noise)
+            assert start.begin(task, asked, budget).config.noise is not noise
+            assert start.begin(task, config).config.noise is None
+        assert all(torch.equal(each.theta, theta) for each, theta in zip(posteriors(model), before, strict=True))

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -85,6 +86,56 @@ def test_beta_follows_a_sparsity(dense):
     _, few = fitted(dense, sparsevd.Budget(sparsity=0.2))
     _, many = fitted(dense, sparsevd.Budget(sparsity=0.98))
     assert few[-1].beta < many[-1].beta <= 1
+
+
+WITHOUT_NOISE = dataclasses.replace(CONFIG, noise=False)
+
+
+def test_without_noise_weights_go_by_their_size(dense):
+    """The noise is never drawn, and of two weights of a layer that were both trained on, the larger one stays."""
+
+    class Modes(Callback):
+        seen: ClassVar = set()
+
+        def on_step(self, moment):
+            self.seen |= {module.training for module in sparse}
+
+    model = sparsevd.sparsify(dense)
+    sparse = [each.layer for each in posteriors(model)]
+    config = dataclasses.replace(WITHOUT_NOISE, epochs=1, learning_rate=1e-9)  # so that sizes stay as they are
+    history = sparsevd.fit(
+        model, TRAIN, None, config, budget=sparsevd.Budget(sparsity=0.5), progress=False, callbacks=[Modes()]
+    )
+    assert Modes.seen == {False}
+    assert history[-1].beta == 0
+    sizes = torch.cat([dense[0].weight.abs().flatten(), dense[2].weight.abs().flatten()])
+    for place in (0, 2):
+        kept = sparsevd.prune(model)[place].weight != 0
+        assert torch.equal(kept, dense[place].weight.abs() > sizes.median())
+
+
+def test_a_budget_is_kept_without_noise(dense):
+    model, history = fitted(dense, sparsevd.Budget(max_error_increase=1.0), WITHOUT_NOISE)
+    pruned = sparsevd.prune(model)
+    assert error(pruned, HELD_OUT) <= error(dense, HELD_OUT) + 1.0
+    assert zeros(pruned) > 0.6
+    assert all(module.threshold == 3.0 for module in model.modules() if hasattr(module, "threshold"))
+    assert history[-1].val_error == error(pruned, HELD_OUT)
+
+
+def test_what_was_zero_stays_so_without_noise(dense):
+    model, _ = fitted(dense, sparsevd.Budget(sparsity=0.5), WITHOUT_NOISE)
+    gone = [each.theta == 0 for each in posteriors(model)]
+    sparsevd.fit(model, TRAIN, None, WITHOUT_NOISE, budget=sparsevd.Budget(sparsity=0.7), progress=False)
+    assert all((each.theta[mask] == 0).all() for each, mask in zip(posteriors(model), gone, strict=True))
+    assert zeros(sparsevd.prune(model)) == pytest.approx(0.7, abs=1 / 768)
+
+
+def test_noise_is_a_question_of_budgets(dense):
+    with pytest.raises(ArgumentError, match="noise=False is for a run with a budget"):
+        sparsevd.fit(sparsevd.sparsify(dense), TRAIN, None, WITHOUT_NOISE, progress=False)
+    with pytest.raises(ArgumentError, match=r"noise='off' must be True, False or None"):
+        dataclasses.replace(CONFIG, noise="off")
 
 
 @pytest.mark.filterwarnings("ignore:of .* kept weights:sparsevd.errors.SparseVDWarning")
@@ -217,12 +268,16 @@ class Kill(Callback):
 
 
 @pytest.mark.parametrize("epoch", [2, 8, 10])
-@pytest.mark.parametrize("limits", [{"max_error_increase": 1.0}, {"sparsity": 0.95}], ids=["error", "sparsity"])
-def test_resume_gives_the_same_bits(dense, tmp_path, limits, epoch):
-    budget = sparsevd.Budget(**limits)
-    whole, _ = fitted(dense, budget)
+@pytest.mark.parametrize(
+    ("limits", "noise"),
+    [({"max_error_increase": 1.0}, None), ({"sparsity": 0.95}, None), ({"max_error_increase": 1.0}, False)],
+    ids=["error", "sparsity", "error without noise"],
+)
+def test_resume_gives_the_same_bits(dense, tmp_path, limits, noise, epoch):
+    budget, config = sparsevd.Budget(**limits), dataclasses.replace(CONFIG, noise=noise)
+    whole, _ = fitted(dense, budget, config)
     with pytest.raises(RuntimeError, match="killed"):
-        fitted(dense, budget, run_dir=tmp_path, callbacks=[Kill(epoch)])
+        fitted(dense, budget, config, run_dir=tmp_path, callbacks=[Kill(epoch)])
     # Whoever resumes need not have the trained network: the reference is in the checkpoint too.
     model = sparsevd.sparsify(nn.Sequential(nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 2)))
     sparsevd.fit(model, TRAIN, HELD_OUT, CONFIG, budget=budget, run_dir=tmp_path, resume=True, progress=False)

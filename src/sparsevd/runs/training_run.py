@@ -241,7 +241,7 @@ def _tested(
 
 def describe(result: RunResult) -> str:
     """The result in two lines, beside the paper's where there is one."""
-    weighed = f"β ended at {result.beta:.3g}"
+    weighed = f"β ended at {result.beta:.3g}" if result.beta else "trained without noise"
     if result.elbo is not None:
         weighed = f"variational bound {result.elbo:,.0f} nats"
     lines = [f"trained in {result.training_seconds / 60:.1f} min; {weighed}"]

@@ -163,7 +163,8 @@ class TrainingFolder:
         begun = state.epoch > 0 or state.batch > 0
         restoration.check_model(checkpoint, model, path)
         restoration.check_history(state.history, model, path)
-        restoration.check_optimizer(checkpoint, model, optimizer, begun, path)
+        noise = self.settings.get("noise") is not False
+        restoration.check_optimizer(checkpoint, model, optimizer, begun, path, noise)
         problem = schedule.problem_of(checkpoint.schedule) if schedule else ", ".join(checkpoint.schedule)
         if problem:
             raise CheckpointError.damaged(path, f"the state of its schedule does not fit: {problem}")

@@ -58,17 +58,18 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer,
     begun: bool,
     path: Path,
+    noise: bool = True,
 ) -> None:
     """The optimizer's numbers are whole, and such as training writes them.
 
     A parameter that the network does not use has none. Those of a Sparse VD layer have them once training has begun:
-    their KL has a gradient in any case.
+    their KL has a gradient in any case. In a run without `noise` it has not, and log σ² is never changed.
     """
     kept = _SGD if isinstance(optimizer, torch.optim.SGD) else _ADAM
     parameters = dict(model.named_parameters())
     found: dict[str, set[str]] = {}
     noisy = {id(parameter) for each in posteriors(model) for parameter in (each.theta, each.log_sigma2)}
-    never_missing = noisy if begun else set()
+    never_missing = noisy if begun and noise else set()
     for key, value in checkpoint.optimizer.items():
         name, _, slot = key.rpartition("/")
         parameter = parameters.get(name)
