@@ -53,14 +53,22 @@ class Limit:
         rise = (found - self.base) / self.collapse
         return rise if math.isfinite(rise) else math.inf
 
+    def excess(self, found: float) -> float:
+        """What of the rise is beyond the limit, as a part of a collapse; negative within it."""
+        return self.damage(found) - self.allowed / self.collapse
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was measured, how much of the budget is left, in parts of it, and how near to a collapse it is."""
+    """What was measured, how much of the budget is left, in parts of it, and how near to a collapse it is.
+
+    `excess` is what is beyond the budget, as a part of a collapse.
+    """
 
     evaluation: Evaluation
     room: float
     damage: float
+    excess: float
 
     @property
     def keeps(self) -> bool:
@@ -198,7 +206,9 @@ class Judge:
         room = self.room(found)
         if self._calibrated_limit is not None and room >= 0:
             room = min(room, self._calibrated_limit.room(self._calibrated(model)))
-        return Verdict(found, room, max(limit.damage(value) for limit, value in self._compared(found)))
+        compared = self._compared(found)
+        damage = max(limit.damage(value) for limit, value in compared)
+        return Verdict(found, room, damage, max(limit.excess(value) for limit, value in compared))
 
     def _compared(self, found: Evaluation) -> list[tuple[Limit, float]]:
         unknown = math.nan
