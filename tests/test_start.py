@@ -167,4 +167,5 @@ def test_with_a_budget_a_network_that_cannot_lose_its_smallest_weights_has_no_no
             asked = dataclasses.replace(config, noise=not noise)
             assert start.begin(task, asked, budget).config.noise is not noise
             assert start.begin(task, config).config.noise is None
+            assert start.begin(task, config, sparsevd.Budget(max_bytes=99)).config.noise is None
         assert all(torch.equal(each.theta, theta) for each, theta in zip(posteriors(model), before, strict=True))

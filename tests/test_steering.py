@@ -134,6 +134,8 @@ def test_what_was_zero_stays_so_without_noise(dense):
 def test_noise_is_a_question_of_budgets(dense):
     with pytest.raises(ArgumentError, match="noise=False is for a run with a budget"):
         sparsevd.fit(sparsevd.sparsify(dense), TRAIN, None, WITHOUT_NOISE, progress=False)
+    with pytest.raises(ArgumentError, match="max_bytes counts a file that is rounded"):
+        fitted(dense, sparsevd.Budget(max_bytes=600), WITHOUT_NOISE)
     with pytest.raises(ArgumentError, match=r"noise='off' must be True, False or None"):
         dataclasses.replace(CONFIG, noise="off")
 

@@ -118,6 +118,10 @@ def fit(
                 raise ArgumentError(
                     f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)"
                 )
+            if config.noise is False and budget is not None and budget.max_bytes is not None:
+                raise ArgumentError(
+                    "max_bytes counts a file that is rounded as finely as the noise asks for, and noise=False learns none"
+                )
             if budget is not None and budget.measures and val is None:
                 train, val = start.held_out(train, config.seed)
             taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None

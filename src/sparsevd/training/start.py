@@ -71,7 +71,7 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
         with cut_at(task.model, math.inf):  # the first noise may be beyond every threshold where weights are small
             before = evaluate_batches(task.model, measured, task.loss, task.forward)
             knows = _knows(task, measured, before)
-            if budget is not None and config.noise is None:
+            if budget is not None and budget.max_bytes is None and config.noise is None:
                 config = replace(config, noise=not knows or _can_lose(task, SUPERFLUOUS, measured, before))
                 said = "" if config.noise else WITHOUT_NOISE
     except Exception:  # the first step will say it in a sentence
