@@ -110,18 +110,11 @@ def fit(
                 raise ArgumentError(
                     f"weight_decay={config.weight_decay} is for fit_dense; in Sparse VD the KL takes its place"
                 )
-            if config.noise is not None and budget is None:
-                raise ArgumentError(
-                    f"noise={config.noise} is for a run with a budget; without one the noise is the method"
-                )
             if budget is not None and not isinstance(budget, Budget):
                 raise ArgumentError(
                     f"budget={budget!r} must be a sparsevd.Budget, such as Budget(max_error_increase=0.5)"
                 )
-            if config.noise is False and budget is not None and budget.max_bytes is not None:
-                raise ArgumentError(
-                    "max_bytes counts a file that is rounded as finely as the noise asks for, and noise=False learns none"
-                )
+            start.check_noise(config.noise, budget)
             if budget is not None and budget.measures and val is None:
                 train, val = start.held_out(train, config.seed)
             taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None

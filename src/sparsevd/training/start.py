@@ -145,6 +145,16 @@ def held_out(train: Data, seed: int) -> tuple[Data, Data]:
     return parts
 
 
+def check_noise(noise: bool | None, budget: Budget | None) -> None:
+    """Whether to have noise is a question only where a budget is what it serves."""
+    if noise is not None and budget is None:
+        raise ArgumentError(f"noise={noise} is for a run with a budget; without one the noise is the method")
+    if noise is False and budget is not None and budget.max_bytes is not None:
+        raise ArgumentError(
+            "max_bytes counts a file that is rounded as finely as the learned noise asks for, and noise=False learns none"
+        )
+
+
 def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
     """A network that knows nothing yet is nothing to compare with."""
     if budget.measures and budget.reference is None and val is not None and not chosen.knows:
