@@ -151,7 +151,7 @@ def check_noise(noise: bool | None, budget: Budget | None) -> None:
         raise ArgumentError(f"noise={noise} is for a run with a budget; without one the noise is the method")
     if noise is False and budget is not None and budget.max_bytes is not None:
         raise ArgumentError(
-            "max_bytes counts a file that is rounded as finely as the learned noise asks for, and noise=False learns none"
+            "max_bytes counts a file that is rounded as the learned noise asks for, and noise=False learns none"
         )
 
 
