@@ -304,23 +304,36 @@ def _row(records: Records, name: str, runs: list[dict[str, Any]], key: str, valu
     lost, error = _mean(runs)
     zeros = [100 * run["zeros"] for run in runs]
     shown = f"{lost:.2f} ± {error:.2f} | {sum(zeros) / len(zeros):.1f} ({min(zeros):.1f}–{max(zeros):.1f}) | "
-    sweeps = {}
-    for beta in TASKS[name].betas:
-        units = [unit for run in runs for unit in records.find(task=name, kind="sweep", seed=run["seed"], beta=beta)]
-        if len(units) == len(runs):
-            sweeps[beta] = [next(cut for cut in unit["cuts"] if cut.get(key) == value) for unit in units]
-    if not sweeps:
+    betas = TASKS[name].betas
+    swept = {seed: records.find(task=name, kind="sweep", seed=seed) for seed in {run["seed"] for run in runs}}
+    both = [run for run in runs if betas and len(swept[run["seed"]]) == len(betas)]  # seeds that have the whole sweep
+    if not both:
         return shown + "| |"
-    plain = [unit["seconds"] for run in runs for unit in records.find(task=name, seed=run["seed"], kind="sweep")]
-    time = f"{sum(run['seconds'] for run in runs) / len(runs) / (sum(plain) / len(plain)):.2f}×"
+    sweeps = {
+        beta: [
+            next(
+                cut
+                for unit in swept[run["seed"]]
+                if unit["beta"] == beta
+                for cut in unit["cuts"]
+                if cut.get(key) == value
+            )
+            for run in both
+        ]
+        for beta in betas
+    }
+    plain = [unit["seconds"] for run in both for unit in swept[run["seed"]]]
+    some = f"; {len(both)} of {len(runs)} runs" if len(both) < len(runs) else ""
+    time = f"{sum(run['seconds'] for run in both) / len(both) / (sum(plain) / len(plain)):.2f}×{some}"
     if key == "share":
         beta = min(sweeps, key=lambda beta: sum(cut["held_out"] for cut in sweeps[beta]))
-        return shown + f"{lost - _mean(sweeps[beta])[0]:+.2f} points of test error (β = {beta:g}) | {time} |"
+        lost = _mean(both)[0] - _mean(sweeps[beta])[0]
+        return shown + f"{lost:+.2f} points of test error (β = {beta:g}) | {time} |"
     keeping = [beta for beta, cuts in sweeps.items() if _mean(cuts)[0] <= value + 2 * _mean(cuts)[1]]
     if not keeping:
         return shown + f"no β keeps to it | {time} |"
     beta = min(keeping, key=lambda beta: _kept(sweeps[beta]))
-    return shown + f"{_kept(runs) / _kept(sweeps[beta]):.2f}× its weights (β = {beta:g}) | {time} |"
+    return shown + f"{_kept(both) / _kept(sweeps[beta]):.2f}× its weights (β = {beta:g}) | {time} |"
 
 
 def _mean(found: list[dict[str, Any]]) -> tuple[float, float]:

@@ -49,10 +49,10 @@ SPARE = 0.6  # a sparsity to reach: this power of the share of weights that it l
 # collapse, where a small budget is less than the rate itself costs.
 RECOVERY, DENT = 1.0, 0.33
 WAITING = 0.65  # of the settling: a first state that keeps to the budget is worth waiting for
-# Without noise: the part of the run from one look to the next, what a cut leaves, what the rate costs at first (a part
+# Without noise: the part of the run from one look to the next, what a cut takes at first, what the rate costs then (a part
 # of a collapse), the rounds beyond that before a state comes back, and how many weights such a state has beside the one
 # before. All seen on ResNet-20, on the half of its test images that chooses.
-LONG_ROUND, SMALL_CUT, COST_OF_RATE, LONG_PATIENCE, RUNG = 0.02, 0.87, 0.25, 4, 0.75
+LONG_ROUND, SMALL_CUT, COST_OF_RATE, LONG_PATIENCE, RUNG = 0.02, 0.13, 0.15, 8, 0.75
 LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
 LAST_CUTS = 6  # bisections at the end
 RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
@@ -95,7 +95,7 @@ class Steering:
 
     @torch.no_grad()
     def _begin_without_noise(self) -> None:
-        self.learning, self._learns_until, self._log_beta, self._cut = False, 0.0, -math.inf, SMALL_CUT
+        self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
         for module in self._own:
             module.threshold = math.inf
         square = sum(each.theta.double().square().sum().item() for each in self._posteriors) / self.weights
@@ -289,7 +289,8 @@ class Steering:
             if progress < 1:
                 if not self._rungs or kept <= RUNG * (1 - self._zeros_of(self._rungs[-1])):
                     self._rungs.append(self._snapshot())
-                self._drop_to(1 - self._cut * kept)
+                part = SMALL_CUT * (0.25 + 0.75 * decayed)  # what a low rate cannot bring back goes in small steps
+                self._drop_to(1 - (1 - part) * kept)
             return
         self._beyond += 1
         while self._rungs and 1 - self._zeros_of(self._rungs[-1]) <= kept:
@@ -297,7 +298,6 @@ class Steering:
         if self._rungs and (self._beyond >= LONG_PATIENCE or verdict.damage > 1):
             self._put_back(self._rungs.pop())
             _forget(optimizer)
-            self._cut **= 0.5
             self._beyond = 0
 
     def _is_near(self, zeros: float) -> bool:
