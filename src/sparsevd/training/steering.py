@@ -49,9 +49,9 @@ SPARE = 0.6  # a sparsity to reach: this power of the share of weights that it l
 # collapse, where a small budget is less than the rate itself costs.
 RECOVERY, DENT = 1.0, 0.33
 WAITING = 0.65  # of the settling: a first state that keeps to the budget is worth waiting for
-# Without noise: the part of the run from one look to the next, what a cut takes at first, what the rate costs then (a part
-# of a collapse), the rounds beyond that before a state comes back, and how many weights such a state has beside the one
-# before. All seen on ResNet-20, on the half of its test images that chooses.
+# Without noise: the part of the run from one look to the next, what a cut takes at first, what the rate costs then (a
+# part of a collapse), the rounds beyond that before a state comes back, and how many weights such a state has beside
+# the one before. All seen on ResNet-20, on the half of its test images that chooses.
 LONG_ROUND, SMALL_CUT, COST_OF_RATE, LONG_PATIENCE, RUNG = 0.02, 0.13, 0.15, 8, 0.75
 LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
 LAST_CUTS = 6  # bisections at the end
