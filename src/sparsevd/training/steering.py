@@ -42,7 +42,7 @@ PATIENCE = 3  # rounds beyond the budget, before the last good state comes back 
 MANY_WEIGHTS = 5.0
 # Noise that takes less than this part of what is left, in a tenth of the run in which β did not grow, only costs:
 # the learning ends. A deep network's noise stops so after a quarter of the run or so, and it needs the rest to recover
-# (ResNet-8 in experiments/README.md); that of a fully-connected one goes on.
+# (seen on a ResNet-8 with noise); that of a fully-connected one goes on.
 STALLED, TENTH = 0.1, 0.1
 SPARE = 0.6  # a sparsity to reach: this power of the share of weights that it leaves may be there when learning ends
 # What a cut may cost at once, at the first rate, since training gets it back as long as it can: budgets, or parts of a
