@@ -146,6 +146,13 @@ def test_clipping_is_for_the_data_alone():
     assert_same(weights(model), weights(theirs))
 
 
+def test_a_loop_of_ones_own_has_the_noise_of_its_layers():
+    model = sparsevd.sparsify(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(sparsevd.parameter_groups(model, lr=1e-3))
+    with pytest.raises(ArgumentError, match="noise=False is for fit with a budget"):
+        sparsevd.attach(optimizer, model, n_train=10, total_steps=5, config=sparsevd.FitConfig(noise=False))
+
+
 def test_autocast_leaves_the_kl_in_full_precision():
     """Inside and outside of autocast the KL's gradient is the same; only the data term has fewer digits."""
     found = []

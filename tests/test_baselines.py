@@ -450,6 +450,8 @@ def test_a_teacher_and_bfloat16_are_for_every_method(name):
         found = baselines.train(METHODS[name](**settings), network(), problem(), **given).network
         return found(problem()[0])
 
+    with pytest.raises(ArgumentError, match="needs the teacher's network"):
+        outputs(teacher=Teacher(torch.zeros(4, 2)))
     plain = outputs()
     assert torch.equal(plain, outputs())
     assert not torch.equal(plain, outputs(teacher=teacher))

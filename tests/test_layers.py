@@ -327,6 +327,24 @@ def test_fused_and_composed_ways_agree(plain, arguments, shape, channels_last, a
             torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("plain", "arguments", "x"),
+    [
+        (nn.Linear, {"in_features": 5, "out_features": 3}, torch.randn(5)),
+        (nn.Conv3d, {"in_channels": 4, "out_channels": 3, "kernel_size": 2}, torch.randn(2, 4, 5, 5, 5)),
+    ],
+)
+def test_autocast_takes_what_it_takes_without_noise(plain, arguments, x):
+    """One example alone, and images of three dimensions in the order channels_last_3d."""
+    layer = make(plain, arguments).train()
+    if x.ndim == 5:
+        x = x.to(memory_format=torch.channels_last_3d)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    out.float().sum().backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in layer.parameters())
+
+
 @every_layer
 def test_bfloat16_variance_product_is_close(plain, arguments, shape):
     """The rounding of the variance changes the deviation of the output by less than a hundredth."""

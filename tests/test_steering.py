@@ -269,7 +269,7 @@ class Kill(Callback):
             raise RuntimeError("killed")
 
 
-@pytest.mark.parametrize("epoch", [2, 8, 10])
+@pytest.mark.parametrize("epoch", [2, 8, 12])
 @pytest.mark.parametrize(
     ("limits", "noise"),
     [({"max_error_increase": 1.0}, None), ({"sparsity": 0.95}, None), ({"max_error_increase": 1.0}, False)],
@@ -286,6 +286,9 @@ def test_resume_gives_the_same_bits(dense, tmp_path, limits, noise, epoch):
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
     assert [each.threshold for each in posteriors(model)] == [3.0, 3.0]
+    other = noise is False
+    with pytest.raises(CheckpointError, match=rf"noise: {not other} then, {other} now"):
+        fitted(dense, budget, dataclasses.replace(CONFIG, noise=other), run_dir=tmp_path, resume=True)
     with pytest.raises(CheckpointError, match=r"budget: .* then, None now"):
         fitted(dense, None, run_dir=tmp_path, resume=True)
     with pytest.raises(CheckpointError, match=r"budget: .* then, 'max_error_increase=2' now"):

@@ -89,6 +89,10 @@ class Training:
         for name, value in (("epochs", epochs), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
+        if teacher is not None and isinstance(teacher.source, Tensor):
+            raise ArgumentError(
+                "a comparison needs the teacher's network: its logits have an order that batches have not"
+            )
         self.data = checked(data, "train")
         self.n = number_of_examples(self.data, n_train)
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress

@@ -79,6 +79,7 @@ def _can_fuse_in_bfloat16(input: Tensor, noisy: NoisyWeight) -> bool:
         and type(input) in (Tensor, torch.nn.Parameter)
         and input.is_cpu
         and input.layout is torch.strided
+        and door.dense(input)
         and noisy.theta.shape == noisy.log_sigma2.shape
         and kernels.can_take(noisy.theta, noisy.log_sigma2)
     )
@@ -227,7 +228,7 @@ class _Fused(torch.autograd.Function):
         grad_bias = None
         if wants_bias:
             rest = [d for d in range(grad.ndim) if d != grad.ndim + ctx.linear_map.channel]
-            grad_bias = grad.sum(rest, dtype=torch.float32)
+            grad_bias = grad.sum(rest, dtype=torch.float32) if rest else grad.float()
         return None, None, grad_input, grad_weight, grad_bias, grad_sigma2, None
 
 

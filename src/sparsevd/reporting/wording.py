@@ -138,7 +138,7 @@ def training(run: Findings) -> str:
     if last.train_loss > first.train_loss:
         parts = [f"The loss rose from {first.train_loss:.3g} to {last.train_loss:.3g}"]
     if last.sparsity is not None:
-        parts.append(f"β ended at {last.beta:.3g}" if last.beta else "trained without noise")
+        parts.append(f"β ended at {last.beta:.3g}")
         half = next((each.epoch for each in run.epochs if each.sparsity >= last.sparsity / 2), last.epoch)
         parts.append(f"{last.sparsity:.1f} % of the weights are zero, half of that by epoch {half}")
     ended = "" if run.finished else " The run is not finished: this is as far as it got."

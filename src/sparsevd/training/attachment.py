@@ -102,6 +102,10 @@ def attach(
             with cut_at(bare, math.inf):  # the network as it was before it had noise
                 judge = budget.judge(bare, val, loss, forward, strict=True)
     config = replace(config or FitConfig(), contract=False)
+    if config.noise is not None:
+        raise ArgumentError(
+            f"noise={config.noise} is for fit with a budget; a loop of your own has the noise of its layers"
+        )
     return Attached(found, bare, config, int(n_train), budget, judge, int(total), int(per_epoch))
 
 

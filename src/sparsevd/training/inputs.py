@@ -46,8 +46,8 @@ def in_bfloat16(forward: Forward, device: str) -> Forward:
     def called(model: nn.Module, inputs: Inputs) -> Any:
         with torch.autocast(device, torch.bfloat16):
             output = forward(model, inputs)
-        if isinstance(output, Tensor | tuple | dict):
-            return changed(output, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
+        if type(output) in (Tensor, tuple, dict):
+            return changed(output, lambda tensor: tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
         return output
 
     return called

@@ -226,9 +226,11 @@ class Loop:
 
     def _choose(self, resume: bool) -> None:
         """The recipe for this network, as it is at its start, and what follows it."""
-        then = self.folder.settings_then() if resume and self.config.learning_rate is None else {}
+        then = self.folder.settings_then() if resume else {}
+        names = [*(start.RATES if self.config.learning_rate is None else ())]
+        names += ["noise"] if self.config.noise is None else []
         if then:  # as it was chosen then; what else differs is noticed when the run is restored
-            chosen_then: dict[str, Any] = {name: then.get(name) for name in start.CHOSEN}
+            chosen_then: dict[str, Any] = {name: then.get(name) for name in names}
             self.config = replace(self.config, **chosen_then)
         else:
             with self.team.together():
@@ -295,6 +297,8 @@ class Loop:
             with self.team.together():
                 self.state, rng = self.folder.restore(self.model, self.optimizer, self.schedule, self.task.loss)
             self.team.same_text(f"what is in {self.folder.path}", f"{self.state.epoch} {self.state.batch}")
+        if self.state.epoch == 0 and self.state.batch == 0:
+            self.schedule.begin()
         self._last = self.state.history[-1] if self.state.history else None
         if self.state.bfloat16 is None:  # a run that goes on elsewhere computes as it began
             bfloat16 = self.task.device.type == "cpu" and multiplies_bfloat16()

@@ -91,7 +91,7 @@ class FitConfig:
         for name in ("contract", "channels_last", "autocast"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.noise not in (None, True, False):
+        if self.noise is not None and not isinstance(self.noise, bool):
             raise ArgumentError(f"noise={self.noise!r} must be True, False or None")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")

@@ -69,7 +69,9 @@ def check_optimizer(
     parameters = dict(model.named_parameters())
     found: dict[str, set[str]] = {}
     noisy = {id(parameter) for each in posteriors(model) for parameter in (each.theta, each.log_sigma2)}
-    never_missing = noisy if begun and noise else set()
+    if not noise:
+        noisy = {id(each.theta) for each in posteriors(model)}
+    never_missing = noisy if begun else set()
     for key, value in checkpoint.optimizer.items():
         name, _, slot = key.rpartition("/")
         parameter = parameters.get(name)

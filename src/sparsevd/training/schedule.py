@@ -74,6 +74,11 @@ class Schedule:
         # How many epochs in a row a weight has been above the threshold, by the name of its posterior.
         self._epochs_above: dict[str, Tensor] = {}
 
+    def begin(self) -> None:
+        """Before the first step of a run that does not go on from elsewhere."""
+        if self.steering is not None:
+            self.steering.begin()
+
     def at(self, progress: float) -> Phase:
         """What holds when this part of the run, from 0 to 1, is over."""
         config = self.config

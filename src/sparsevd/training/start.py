@@ -29,7 +29,8 @@ from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
 
-CHOSEN = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio", "noise")
+RATES = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio")
+CHOSEN = (*RATES, "noise")
 # What a budget is measured on where there is no val: a part of the training examples.
 HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 BATCHES = 5  # to measure on
@@ -43,8 +44,8 @@ DROWNED = 0.12  # of a layer's weights beyond the threshold before any training:
 # What log σ² should be able to rise by in a run, and how far a step may take it.
 TRAVEL, FASTEST_NOISE = 28.0, 0.05
 WITHOUT_NOISE = (
-    f"It cannot do without the smallest {100 * SUPERFLUOUS:.0f} % of its weights, so there is no noise: weights go by "
-    "their size"
+    f"The network cannot do without the smallest {100 * SUPERFLUOUS:.0f} % of its weights, so there is no noise: "
+    "weights go by their size"
 )
 
 
@@ -58,24 +59,27 @@ class Start:
 
 
 def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
-    """The recipe for this network, and its first noise: both only where `learning_rate` was left open."""
+    """The recipe for this network, and its first noise, where `learning_rate` was left open; with a budget also whether
+    to have noise at all, where `noise` was."""
     found = posteriors(task.model)
-    asked = budget is not None and ((budget.measures and budget.reference is None) or config.noise is None)
+    noise_is_open = budget is not None and budget.max_bytes is None and config.noise is None
+    asked = noise_is_open or (budget is not None and budget.measures and budget.reference is None)
     if found and config.learning_rate is not None and not asked:
         return Start(config, knows=True)
     if not found:
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=False)
     measured = _first(task, config, BATCHES)
-    said = ""
     try:
         with cut_at(task.model, math.inf):  # the first noise may be beyond every threshold where weights are small
             before = evaluate_batches(task.model, measured, task.loss, task.forward)
             knows = _knows(task, measured, before)
-            if budget is not None and budget.max_bytes is None and config.noise is None:
-                config = replace(config, noise=not knows or _can_lose(task, SUPERFLUOUS, measured, before))
-                said = "" if config.noise else WITHOUT_NOISE
     except Exception:  # the first step will say it in a sentence
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=True)
+    said = ""
+    if noise_is_open:
+        with cut_at(task.model, math.inf):
+            config = replace(config, noise=not knows or _can_lose(task, SUPERFLUOUS, measured, before))
+        said = "" if config.noise else WITHOUT_NOISE
     if config.learning_rate is not None:
         return Start(config, knows, said)
     if not knows:
@@ -110,6 +114,9 @@ def _can_lose(task: Task, share: float, measured: list[Batch], before: Evaluatio
     model = copy.deepcopy(task.model)
     weights = [each.theta for each in posteriors(model)]
     sizes = torch.cat([weight.abs().flatten().cpu() for weight in weights])
+    sizes = sizes[sizes > 0]  # what it has lost already does not count
+    if not len(sizes):
+        return True
     limit = sizes.kthvalue(max(1, round(share * len(sizes)))).values.item()
     for weight in weights:
         weight.masked_fill_(weight.abs() <= limit, 0)

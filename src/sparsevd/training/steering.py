@@ -9,7 +9,7 @@ a rate that falls to zero. At the end the sparsest state that kept to the budget
 
 A run without noise only settles. Its log σ² is the same for all weights, so that they go by their size. It cuts as long
 as the falling rate will bring back what is beyond the budget; where that was hoped for in vain, it goes back to a state
-of before some cuts, and cuts less.
+of before some cuts.
 
 It knows no loop: `Schedule` asks it.
 """
@@ -52,6 +52,7 @@ WAITING = 0.65  # of the settling: a first state that keeps to the budget is wor
 # Without noise: the part of the run from one look to the next, what a cut takes at first, what the rate costs then (a
 # part of a collapse), the rounds beyond that before a state comes back, and how many weights such a state has beside
 # the one before. All seen on ResNet-20, on the half of its test images that chooses.
+RUNGS = 3  # such states at most
 LONG_ROUND, SMALL_CUT, COST_OF_RATE, LONG_PATIENCE, RUNG = 0.02, 0.13, 0.15, 8, 0.75
 LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
 LAST_CUTS = 6  # bisections at the end
@@ -89,15 +90,17 @@ class Steering:
         self._noisy = noisy
         self._rungs: list[dict[str, Tensor]] = []  # states of before some cuts, without noise
         if not noisy:
-            self._begin_without_noise()
+            self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
         if judge is not None and judge.look(model).keeps:
             self._good = self._snapshot()
 
     @torch.no_grad()
-    def _begin_without_noise(self) -> None:
-        self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
+    def begin(self) -> None:
+        """Before the first step of a run that does not go on from elsewhere."""
+        if self._noisy:
+            return
         for module in self._own:
-            module.threshold = math.inf
+            module.threshold = math.inf  # what is there counts
         square = sum(each.theta.double().square().sum().item() for each in self._posteriors) / self.weights
         level = math.log(max(square, 1e-30)) - BELOW_WEIGHTS
         for each in self._posteriors:
@@ -146,6 +149,8 @@ class Steering:
             self._back_to_learning()
         self._last_cut()
         size = self._cut_until_it_fits()
+        if not self._noisy:
+            self._leave_some_noise()
         self._put_threshold_back()
         found = self._judge.measure(self._model) if self._judge is not None else None
         result = Point(self.zeros(), 0, found, size)
@@ -171,6 +176,15 @@ class Steering:
             before = self.zeros()
             self._drop_to(1 - 0.95 * (1 - before))
         return size
+
+    @torch.no_grad()
+    def _leave_some_noise(self) -> None:
+        """After a run without: small against the weights of each layer, as a trained network begins with."""
+        for each in self._posteriors:
+            kept = each.theta != 0
+            if kept.any():
+                square = each.theta[kept].double().square().mean().item()
+                each.log_sigma2.masked_fill_(kept, math.log(square) - BELOW_WEIGHTS)
 
     @torch.no_grad()
     def _put_threshold_back(self) -> None:
@@ -255,7 +269,7 @@ class Steering:
         if verdict.keeps and zeros >= self._best_zeros:
             self._best, self._best_zeros = self._snapshot(), zeros
         if not self._noisy:
-            self._round_without_noise(verdict, progress, decayed, optimizer)
+            self._round_without_noise(verdict, zeros, progress, decayed, optimizer)
             return
         dented = not self._judge.few and verdict.damage <= DENT * decayed
         if dented or verdict.room >= -RECOVERY * decayed:
@@ -281,14 +295,15 @@ class Steering:
             self._beyond = 0
 
     def _round_without_noise(
-        self, verdict: Verdict, progress: float, decayed: float, optimizer: torch.optim.Optimizer
+        self, verdict: Verdict, zeros: float, progress: float, decayed: float, optimizer: torch.optim.Optimizer
     ) -> None:
-        kept = 1 - self.zeros()
-        if verdict.excess <= COST_OF_RATE * decayed:
+        assert self._judge is not None
+        kept = 1 - zeros
+        if verdict.excess <= COST_OF_RATE * decayed and (verdict.keeps or not self._judge.few):
             self._beyond = 0
             if progress < 1:
                 if not self._rungs or kept <= RUNG * (1 - self._zeros_of(self._rungs[-1])):
-                    self._rungs.append(self._snapshot())
+                    self._rungs = [*self._rungs[1 - RUNGS :], self._snapshot()]
                 part = SMALL_CUT * (0.25 + 0.75 * decayed)  # what a low rate cannot bring back goes in small steps
                 self._drop_to(1 - (1 - part) * kept)
             return
@@ -309,7 +324,7 @@ class Steering:
     def _back_to_learning(self) -> None:
         """The last good state of that part, without what its own threshold took."""
         self._put_back(self._good)
-        for each in self._posteriors:
+        for each in self._posteriors if self._noisy else ():
             each.drop(each.log_alpha() > self._own[each.layer])
 
     def _last_cut(self) -> None:
@@ -404,6 +419,8 @@ class Steering:
         known = self._model.state_dict()
         for kind in ("good/", "best/", *_rungs_in(state)):
             found = _network_in(state, kind)
+            if not found and kind.startswith("rung"):
+                return f"{kind!r} is missing"
             if found and {name: (value.shape, value.dtype) for name, value in found.items()} != {
                 name: (value.shape, value.dtype) for name, value in known.items()
             }:
