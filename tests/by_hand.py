@@ -24,7 +24,8 @@ CLIP = 0.02
 
 def fix_noise(monkeypatch):
     """ε is 0.7 everywhere, so log σ² learns from the data too, and all runs see the same."""
-    monkeypatch.setattr(sampling, "_can_fuse", lambda *_: False)
+    for ask in ("_can_fuse", "_can_fuse_in_bfloat16"):
+        monkeypatch.setattr(sampling, ask, lambda *_: False)
     monkeypatch.setattr(torch, "randn_like", lambda tensor, **_: torch.full_like(tensor, 0.7))
 
 

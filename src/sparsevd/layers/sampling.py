@@ -191,9 +191,10 @@ class _Fused(torch.autograd.Function):
         variance_dtype: torch.dtype,
     ) -> Tensor:
         ctx.given = input.dtype
-        input = _as(dtype, input)
+        if dtype is not torch.float32:  # autocast: else torch has its word on types that do not fit
+            input, bias = _as(dtype, input), None if bias is None else _as(dtype, bias)
         with torch.autocast("cpu", enabled=False):
-            product = linear_map.product(input, _as(dtype, weight), None if bias is None else _as(dtype, bias))
+            product = linear_map.product(input, _as(dtype, weight), bias)
             squared, sigma2 = _factors(input, log_sigma2, variance_dtype)
             delta = _rounded(variance_dtype, linear_map.product(squared, sigma2, None))
         gamma = _as(torch.float32, product)
