@@ -130,7 +130,7 @@ TASKS = {
     "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
     "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), betas=(), regression=True),
     "resnet-8": Task(resnet8, 12, (1.0,), range(1), (0.8,), (), (0.8,), 1e-3),
-    "resnet-20": Task(resnet, 8, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True),
+    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True),
 }
 
 
@@ -156,7 +156,8 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, action="append")
     parser.add_argument("--kind", choices=["budget", "sparsity", "sweep", "gradual"], action="append")
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--points", type=float, nargs="+")
+    parser.add_argument("--points", type=float, nargs="+", help="budgets of this size only")
+    parser.add_argument("--shares", type=float, nargs="+", help="of zeros to reach: these only")
     parser.add_argument("--weights", default=WEIGHTS, help="of ResNet-20")
     arguments = parser.parse_args()
     WEIGHTS = arguments.weights
@@ -165,6 +166,7 @@ def main() -> None:
         for name in arguments.task or [name for name in TASKS if not name.startswith("resnet")]:
             for unit in units(name, arguments.kind, arguments.seeds):
                 wanted = arguments.points is None or unit.get("points") in arguments.points
+                wanted = wanted and (arguments.shares is None or unit.get("share") in arguments.shares)
                 if wanted and not records.find(**unit):
                     records.add(**unit, **measured(**unit))
     print(table(records))
