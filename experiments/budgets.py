@@ -126,11 +126,13 @@ TASKS = {
     "lenet-5-caffe": Task(mnist(models.lenet_5_caffe, "lenet-5-caffe"), 8, (0.25, 0.5), range(2), (), BETAS[3:]),
     "mnist-6000": Task(mnist(models.lenet_300_100, "mnist-6000", 6000), 40, (1.0,), range(5), (), BETAS[2:6]),
     "digits": Task(small("digits"), 40, (0.5, 1.0), range(10), SPARSITIES[:3]),
-    "wine": Task(small("wine"), 40, (0.5, 1.0), range(20)),
-    "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
-    "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), betas=(), regression=True),
+    "wine": Task(small("wine"), 40, (0.5, 1.0), range(100)),
+    "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(100)),
+    "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(10), regression=True),
     "resnet-8": Task(resnet8, 12, (1.0,), range(1), (0.8,), (), (0.8,), 1e-3),
-    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True),
+    "resnet-20": Task(
+        resnet, 12, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True
+    ),
 }
 
 
@@ -205,8 +207,8 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", SparseVDWarning)
         if kind == "sweep":
-            beta = setting["beta"]
-            sparsevd.fit(model, train, held_out, config, loss=lambda o, y: F.cross_entropy(o, y) / beta, progress=False)
+            weighed = divided(setting["beta"], net, held_out, about.regression)
+            sparsevd.fit(model, train, held_out, config, loss=weighed, progress=False)
             seconds = time.monotonic() - begun
             cuts = [
                 {
@@ -243,6 +245,15 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
         "said": [str(each.message).splitlines()[0] for each in said],
         **judged(sparsevd.prune(model), net, held_out, test, loss),
     }
+
+
+def divided(beta: float, net: nn.Module, held_out: Pair, regression: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """The likelihood divided by β; a regression's has the variance that the dense network leaves on held-out data."""
+    if not regression:
+        return lambda output, target: F.cross_entropy(output, target) / beta
+    with torch.no_grad():
+        variance = (net(held_out[0]) - held_out[1]).square().mean().item()
+    return lambda output, target: 0.5 * (output - target).square().mean() / variance / beta
 
 
 def budget(task: Task, points: float, reference: nn.Module | None = None) -> sparsevd.Budget:

@@ -114,6 +114,7 @@ class Budget:
         loss: Loss = F.cross_entropy,
         forward: Forward = call,
         strict: bool = False,
+        steady: bool = False,
         agreed: Agreed = list,
     ) -> Judge:
         """Who measures networks on this data; without a reference, against the model as it is now."""
@@ -127,6 +128,7 @@ class Budget:
             loss_rise=self.max_loss_increase,
             metric_fall=self.max_metric_decrease,
             strict=strict,
+            steady=steady,
             agreed=agreed,
         )
 

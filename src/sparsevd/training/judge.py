@@ -4,6 +4,10 @@ Few held-out examples say little about an error: with a hundred, one more mistak
 states looks better than it is. Where they are too few to see the budget, a search over states is therefore judged more
 strictly: by a smaller limit, and by the loss as well. That loss is taken at the temperature that suits each network,
 since a network that is trained further becomes surer or less sure of the same answers.
+
+A run that chooses by looks alone, one without noise, has a reserve and a steadier measure (`steady`): the mean of what
+the error says and of what the loss says, in points; how many points a nat is worth is seen in the looks themselves. A
+loss has about two thirds of the error's uncertainty, and is lucky at other looks.
 """
 
 import copy
@@ -17,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
-from sparsevd.layers.modes import in_eval_mode
 from sparsevd.training.data import Data, batches, checked
-from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, device_of, evaluate
-from sparsevd.training.inputs import Forward, changed
+from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, evaluate
+from sparsevd.training.inputs import Forward
 
 Agreed = Callable[[list[float]], list[float]]
 # A point of error that the budget allows is about so much loss, in nats. Chosen among 0.01, 0.02 and 0.03 on breast
@@ -28,10 +31,14 @@ Agreed = Callable[[list[float]], list[float]]
 LOSS_OF_A_POINT = 0.02
 # How many examples two good networks answer differently: their difference has the standard error √(share / n).
 ANSWERED_DIFFERENTLY = 0.01
+# Networks of one origin err on the same examples half of the time (ResNet-8 and ResNet-20 on CIFAR-10: 0.3 to 0.8).
+SHARED = 0.5
 # From here on a network is not dented but destroyed: points of error, and nats where there is no error.
 COLLAPSE_POINTS, COLLAPSE_NATS = 3.0, 0.2
 # Temperatures to try, from surer to less sure.
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 9)]
+# What is known of the worth of a nat before the first look counts as a look at this rise of the loss, squared.
+FIRST_GUESS = 0.01**2
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,16 @@ class Limit:
 class Verdict:
     """What was measured, how much of the budget is left, in parts of it, and how near to a collapse it is.
 
-    `excess` is what is beyond the budget, as a part of a collapse.
+    `rise`, `excess` and `beyond` are parts of a collapse, by the steadier measure where there is one: what was lost,
+    what of it is more than the search aims at, and what is more than the budget itself.
     """
 
     evaluation: Evaluation
     room: float
     damage: float
+    rise: float
     excess: float
+    beyond: float
 
     @property
     def keeps(self) -> bool:
@@ -83,6 +93,7 @@ class Judge:
         data: held-out data.
         error, loss_rise, metric_fall: what may be lost of each, or None.
         strict: of few examples, for a search over many states.
+        steady: for a search that decides by looks alone: a standard error in reserve, and the loss counts for half.
         agreed: numbers as process 0 has measured them, where several decide by them.
     """
 
@@ -98,6 +109,7 @@ class Judge:
         loss_rise: float | None = None,
         metric_fall: float | None = None,
         strict: bool = False,
+        steady: bool = False,
         agreed: Agreed = list,
     ):
         self.data, self._forward, self._metric = checked(data, "the held-out data"), forward, metric
@@ -121,10 +133,11 @@ class Judge:
             raise ArgumentError("max_error_increase is for classification, and this is none; give max_loss_increase")
         if error is not None:
             _warn_of_one_class(self.data)
-        self._strict = strict
+        self._strict, self._steady = strict, steady
+        self.worth = (0.0, 0.0)  # of a nat, in points: sums of rise · nats and of nats² over the looks
         self.compare_with(base, None)
-        if self.few and network is not None and _classes(self.data):
-            self.compare_with(base, self._calibrated(network))
+        if (self.few or steady) and error is not None and network is not None and _classes(self.data):
+            self.compare_with(base, self._measured(network, calibrated=True)[1])
 
     def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
         """From now on, against what was measured elsewhere: a run that goes on has the reference of its start."""
@@ -133,7 +146,8 @@ class Judge:
         self.withheld, self.few = 0.0, False
         if self._strict and (points := self._allowed["error"]) is not None:
             resolution = self._resolution(base)
-            self.withheld = min(points / 2, max(0.0, resolution - points / 2))
+            reserve = math.sqrt(SHARED) * resolution if self._steady else max(0.0, resolution - points / 2)
+            self.withheld = min(points / 2, reserve)
             self.few = resolution > points
         if (points := self._allowed["error"]) is not None and base.error is not None:
             unit = max(points, 0.25)
@@ -144,7 +158,7 @@ class Judge:
             unit = max(fall, 0.01 * abs(base.metric), 1e-6)
             self._limits["metric"] = Limit(-base.metric, fall, 4 * unit, unit)
         self._calibrated_limit = None
-        if calibrated is not None and points is not None:
+        if self.few and calibrated is not None and points is not None:
             nats = LOSS_OF_A_POINT * points
             self._calibrated_limit = Limit(calibrated, nats, math.inf, max(nats, LOSS_OF_A_POINT / 4))
 
@@ -155,7 +169,7 @@ class Judge:
         points = self._allowed["error"] or 0.0
         nats = LOSS_OF_A_POINT * points
         also = f", and the loss, each network's at its best temperature, may rise by {nats:.2g} nats at most"
-        also = also if self.base_calibrated is not None else ""
+        also = also if self._calibrated_limit is not None else ""
         return (
             f"the held-out examples are few for a budget of {points:g} points: the search may use "
             f"{points - self.withheld:.2g} of them{also}. More examples in val allow more zeros"
@@ -168,14 +182,23 @@ class Judge:
         return 100 * math.sqrt(max(1.0, differing * n)) / n
 
     def measure(self, model: nn.Module) -> Evaluation:
-        found = evaluate(model, self.data, self._loss, forward=self._forward, metric=self._metric)
-        loss, error, metric = self._agreed([found.loss, found.error or 0.0, found.metric or 0.0])
-        return replace(
+        return self._measured(model)[0]
+
+    def _measured(self, model: nn.Module, calibrated: bool = False) -> tuple[Evaluation, float | None]:
+        """Also the cross-entropy of the classes at the best temperature, if that is asked for."""
+        metric = _WithTemperatures(self._metric) if calibrated else self._metric
+        found = evaluate(model, self.data, self._loss, forward=self._forward, metric=metric)
+        by_temperature = metric.losses() if isinstance(metric, _WithTemperatures) else []
+        loss, error, value, *by_temperature = self._agreed(
+            [found.loss, found.error or 0.0, found.metric or 0.0, *by_temperature]
+        )
+        agreed = replace(
             found,
             loss=loss,
             error=error if found.error is not None else None,
-            metric=metric if found.metric is not None else None,
+            metric=value if self._metric is not None else None,
         )
+        return agreed, min(by_temperature) if by_temperature else None
 
     def _measured_first(self, reference: nn.Module) -> Evaluation:
         """The first look at this data: what does not fit together shows here."""
@@ -202,13 +225,35 @@ class Judge:
 
     def look(self, model: nn.Module) -> Verdict:
         """The network as it is now."""
-        found = self.measure(model)
+        found, calibrated = self._measured(model, calibrated=self.base_calibrated is not None)
         room = self.room(found)
-        if self._calibrated_limit is not None and room >= 0:
-            room = min(room, self._calibrated_limit.room(self._calibrated(model)))
-        compared = self._compared(found)
-        damage = max(limit.damage(value) for limit, value in compared)
-        return Verdict(found, room, damage, max(limit.excess(value) for limit, value in compared))
+        if self._calibrated_limit is not None and calibrated is not None and room >= 0:
+            room = min(room, self._calibrated_limit.room(calibrated))
+        damage = max(limit.damage(value) for limit, value in self._compared(found))
+        steadier = found
+        if self._steady and calibrated is not None and found.error is not None:
+            steadier = replace(found, error=self._steadier(found.error, calibrated))
+        compared = self._compared(steadier)
+        return Verdict(
+            found,
+            room,
+            damage,
+            rise=max(limit.damage(value) for limit, value in compared),
+            excess=max(limit.excess(value) for limit, value in compared),
+            beyond=max(limit.excess(value) - self._reserve(limit) for limit, value in compared),
+        )
+
+    def _steadier(self, error: float, calibrated: float) -> float:
+        """The error as it and the loss together say it."""
+        assert self.base.error is not None
+        points, nats = error - self.base.error, calibrated - (self.base_calibrated or 0.0)
+        self.worth = (self.worth[0] + points * nats, self.worth[1] + nats * nats)
+        of_a_nat = (self.worth[0] + FIRST_GUESS / LOSS_OF_A_POINT) / (self.worth[1] + FIRST_GUESS)
+        return self.base.error + (points + max(of_a_nat, 0.0) * nats) / 2
+
+    def _reserve(self, limit: Limit) -> float:
+        """What of a limit a search does not aim at, as a part of a collapse."""
+        return self.withheld / limit.collapse if limit is self._limits.get("error") else 0.0
 
     def _compared(self, found: Evaluation) -> list[tuple[Limit, float]]:
         unknown = math.nan
@@ -219,19 +264,23 @@ class Judge:
         }
         return [(limit, values[name]) for name, limit in self._limits.items()]
 
-    @torch.no_grad()
-    def _calibrated(self, model: nn.Module) -> float:
-        """The cross-entropy of the classes at the best temperature."""
-        device = device_of(model)
-        outputs: list[Tensor] = []
-        targets: list[Tensor] = []
-        with in_eval_mode(model):
-            for x, y in batches(self.data, EVALUATION_BATCH, shuffle=False):
-                outputs.append(self._forward(model, changed(x, lambda tensor: tensor.to(device))).float().cpu())
-                targets.append(y.cpu())
-        logits, target = torch.cat(outputs), torch.cat(targets)
-        losses = [F.cross_entropy(logits / temperature, target).item() for temperature in TEMPERATURES]
-        return min(self._agreed(losses))
+
+class _WithTemperatures:
+    """A metric that, on the way, sums up the cross-entropy of the classes at all temperatures."""
+
+    def __init__(self, metric: Metric | None):
+        self._metric, self._sums, self._count = metric, [0.0] * len(TEMPERATURES), 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> float | Tensor:
+        logits = output.float()
+        for place, temperature in enumerate(TEMPERATURES):
+            self._sums[place] += F.cross_entropy(logits / temperature, target, reduction="sum").item()
+        self._count += len(target)
+        return self._metric(output, target) if self._metric is not None else 0.0
+
+    def losses(self) -> list[float]:
+        """The mean at each temperature."""
+        return [total / self._count for total in self._sums]
 
 
 def _warn_of_one_class(data: Data) -> None:

@@ -7,9 +7,8 @@ with log β). While it *settles*, the noise is off: weights go for good in the o
 noise has drowned first, and then a few more at every look that keeps to the budget; what is left is trained plainly, at
 a rate that falls to zero. At the end the sparsest state that kept to the budget comes back.
 
-A run without noise only settles. Its log σ² is the same for all weights, so that they go by their size. It cuts as long
-as the falling rate will bring back what is beyond the budget; where that was hoped for in vain, it goes back to a state
-of before some cuts.
+A run without noise only settles. Its log σ² is the same for all weights, so that they go by their size. How many go at
+a look is said in `gradual_cuts`. Where they were too many, the last ones to go come back: they are zero, and may learn.
 
 It knows no loop: `Schedule` asks it.
 """
@@ -25,6 +24,7 @@ from sparsevd.errors import SparseVDWarning
 from sparsevd.posterior import BELOW_WEIGHTS, Posterior, noisy_modules, threshold_for
 from sparsevd.training.budget import Budget, Point, Search, cut_at, packed_size
 from sparsevd.training.evaluation import Evaluation
+from sparsevd.training.gradual_cuts import GradualCuts
 from sparsevd.training.judge import Judge, Verdict
 
 _DOUBLE = torch.float64
@@ -49,11 +49,8 @@ SPARE = 0.6  # a sparsity to reach: this power of the share of weights that it l
 # collapse, where a small budget is less than the rate itself costs.
 RECOVERY, DENT = 1.0, 0.33
 WAITING = 0.65  # of the settling: a first state that keeps to the budget is worth waiting for
-# Without noise: the part of the run from one look to the next, what a cut takes at first, what the rate costs then (a
-# part of a collapse), the rounds beyond that before a state comes back, and how many weights such a state has beside
-# the one before. All seen on ResNet-20, on the half of its test images that chooses.
-RUNGS = 3  # such states at most
-LONG_ROUND, SMALL_CUT, COST_OF_RATE, LONG_PATIENCE, RUNG = 0.02, 0.13, 0.15, 8, 0.75
+# Without noise: how many weights are left beside the last time that could be gone back to, and how many such times.
+RUNG, RUNGS = 0.8, 4
 LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
 LAST_CUTS = 6  # bisections at the end
 RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
@@ -88,7 +85,8 @@ class Steering:
         self._best: dict[str, Tensor] = {}  # the sparsest one while it settled ...
         self._best_zeros = -1.0  # ... and its share of zeros
         self._noisy = noisy
-        self._rungs: list[dict[str, Tensor]] = []  # states of before some cuts, without noise
+        self._cuts = GradualCuts()  # without noise
+        self._rungs: list[dict[str, Tensor]] = []  # which weights were there before some of them
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
         if judge is not None and judge.look(model).keeps:
@@ -137,7 +135,7 @@ class Steering:
             self._cut_towards_target(progress)
         else:
             self._round(progress, decayed, optimizer)
-        self._next = progress + (ROUND if self._noisy else LONG_ROUND)
+        self._next = progress + (ROUND if self._noisy else GradualCuts.ROUND)
 
     def finish(self) -> str:
         """After the last step: the state to return. Gives a sentence about it."""
@@ -241,7 +239,7 @@ class Steering:
         self.learning, self._beyond = False, 0
         drowned = 1 - sum(int(each.kept().sum()) for each in self._posteriors) / self.weights
         if self._judge is not None:
-            with_them = self._at(math.inf)
+            with_them = self._at(math.inf).room
             as_it_is = self._judge.look(self._model).room
             if as_it_is < min(with_them, 0.0) - 0.2:
                 drowned = 0.0  # they are not noise yet
@@ -266,11 +264,11 @@ class Steering:
     def _round(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         assert self._judge is not None
         verdict, zeros = self._judge.look(self._model), self.zeros()
+        if not self._noisy:
+            self._round_without_noise(verdict, zeros, progress, decayed)
+            return
         if verdict.keeps and zeros >= self._best_zeros:
             self._best, self._best_zeros = self._snapshot(), zeros
-        if not self._noisy:
-            self._round_without_noise(verdict, zeros, progress, decayed, optimizer)
-            return
         dented = not self._judge.few and verdict.damage <= DENT * decayed
         if dented or verdict.room >= -RECOVERY * decayed:
             self._beyond = 0
@@ -294,26 +292,32 @@ class Steering:
             _forget(optimizer)
             self._beyond = 0
 
-    def _round_without_noise(
-        self, verdict: Verdict, zeros: float, progress: float, decayed: float, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _round_without_noise(self, verdict: Verdict, zeros: float, progress: float, decayed: float) -> None:
         assert self._judge is not None
-        kept = 1 - zeros
-        if verdict.excess <= COST_OF_RATE * decayed and (verdict.keeps or not self._judge.few):
-            self._beyond = 0
-            if progress < 1:
-                if not self._rungs or kept <= RUNG * (1 - self._zeros_of(self._rungs[-1])):
-                    self._rungs = [*self._rungs[1 - RUNGS :], self._snapshot()]
-                part = SMALL_CUT * (0.25 + 0.75 * decayed)  # what a low rate cannot bring back goes in small steps
-                self._drop_to(1 - (1 - part) * kept)
-            return
-        self._beyond += 1
-        while self._rungs and 1 - self._zeros_of(self._rungs[-1]) <= kept:
+        few = self._judge.few  # then a mistake more is luck as often as not, and nothing is hoped for
+        keeps = verdict.keeps if few else verdict.beyond <= 0 and self._judge.within(verdict.evaluation)
+        if keeps and zeros >= self._best_zeros:
+            self._best, self._best_zeros = self._snapshot(), zeros
+        part = self._cuts.part(verdict, progress, decayed)
+        if part and progress < 1 and (verdict.keeps or not few):
+            if not self._rungs or 1 - zeros <= RUNG * _share_of(self._rungs[-1]):
+                self._rungs = [*self._rungs[1 - RUNGS :], {each.name: each.alive() for each in self._posteriors}]
+            self._drop_to(1 - (1 - part) * (1 - zeros))
+        elif self._cuts.goes_back():
+            self._bring_back()
+
+    @torch.no_grad()
+    def _bring_back(self) -> None:
+        """What the last cuts took may learn again, from zero, since what stayed has learned to do without."""
+        alive = sum(int(each.alive().sum()) for each in self._posteriors) / self.weights
+        while self._rungs and _share_of(self._rungs[-1]) <= alive:
             self._rungs.pop()
-        if self._rungs and (self._beyond >= LONG_PATIENCE or verdict.damage > 1):
-            self._put_back(self._rungs.pop())
-            _forget(optimizer)
-            self._beyond = 0
+        if not self._rungs:
+            return
+        then = self._rungs.pop()
+        level = max(each.log_sigma2.max().item() for each in self._posteriors)  # the same for all that are there
+        for each in self._posteriors:
+            each.log_sigma2.masked_fill_(then[each.name] & ~each.alive(), level)
 
     def _is_near(self, zeros: float) -> bool:
         """Whether a state with so many zeros is a few cuts from the present one; from further, it is worth waiting for
@@ -331,22 +335,25 @@ class Steering:
         """What can still go at once, from the state that is returned."""
         first = good = self.zeros()
         bad = 1 - (1 - good) / 2
-        if self._judge is None or not self._judge.look(self._model).keeps:
+        if self._judge is None or not self._may_be_cut(self._judge.look(self._model)):
             return
         for _ in range(LAST_CUTS):
             middle = 1 - math.sqrt((1 - good) * (1 - bad))
-            if self._at(self._threshold(middle)) >= 0:
+            if self._may_be_cut(self._at(self._threshold(middle))):
                 good = middle
             else:
                 bad = middle
         if good > first:
             self._drop_to(good)
 
-    def _at(self, threshold: float) -> float:
-        """The room that is left with another threshold."""
+    def _may_be_cut(self, verdict: Verdict) -> bool:
+        return verdict.keeps if self._noisy else verdict.keeps and verdict.excess <= 0
+
+    def _at(self, threshold: float) -> Verdict:
+        """The network with another threshold."""
         assert self._judge is not None
         with cut_at(self._model, threshold):
-            return self._judge.look(self._model).room
+            return self._judge.look(self._model)
 
     # Weights and states.
 
@@ -369,9 +376,6 @@ class Steering:
         for each, score in zip(self._posteriors, scores, strict=True):
             each.drop(score > threshold)
 
-    def _zeros_of(self, state: dict[str, Tensor]) -> float:
-        return 1 - sum(int((state[each.name] != 0).sum()) for each in self._posteriors) / self.weights
-
     def _snapshot(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
 
@@ -384,13 +388,15 @@ class Steering:
         target = math.nan if self._target is None else self._target
         numbers = [self._log_beta, self.rate_factor, float(self.learning), self._next, float(self._beyond)]
         numbers += [self._cut, target, self._first, self._best_zeros, self._learns_until, *self._mark]
+        numbers += [self._cuts.cost, float(self._cuts.looks), float(self._cuts.in_vain)]
+        numbers += self._judge.worth if self._judge is not None else (0.0, 0.0)
         state = {"steering": torch.tensor(numbers, dtype=torch.float64)}
         if self._judge is not None:
             base = self._judge.base
             known = (base.loss, base.error, base.metric, self._judge.base_calibrated)
             state["reference"] = torch.tensor([math.nan if v is None else v for v in known], dtype=torch.float64)
         for place, rung in enumerate(self._rungs):
-            state |= {f"{_rung(place)}{name}": tensor for name, tensor in rung.items()}
+            state |= {f"{_rung(place)}{name}": mask for name, mask in rung.items()}
         state |= {f"good/{name}": tensor for name, tensor in self._good.items()}
         return state | {f"best/{name}": tensor for name, tensor in self._best.items()}
 
@@ -399,37 +405,47 @@ class Steering:
         self._log_beta, self.rate_factor, learning, self._next, beyond = numbers[:5]
         self._cut, target, self._first, self._best_zeros, self._learns_until = numbers[5:10]
         self._mark = (numbers[10], numbers[11], numbers[12])
+        self._cuts = GradualCuts(numbers[13], int(numbers[14]), int(numbers[15]))
         self.learning, self._beyond = bool(learning), int(beyond)
         self._target = None if math.isnan(target) else target
         if self._judge is not None:
             known = [None if math.isnan(value) else value for value in state["reference"].tolist()]
             loss = math.nan if known[0] is None else known[0]
             self._judge.compare_with(Evaluation(loss, *known[1:3]), known[3])
+            self._judge.worth = (numbers[16], numbers[17])
         self._good, self._best = _network_in(state, "good/"), _network_in(state, "best/")
         self._rungs = [_network_in(state, kind) for kind in _rungs_in(state)]
 
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
-        if not isinstance(numbers, Tensor) or numbers.shape != (13,) or numbers.dtype is not _DOUBLE:
-            return "it has no thirteen numbers of a run with a budget"
+        if not isinstance(numbers, Tensor) or numbers.shape != (18,) or numbers.dtype is not _DOUBLE:
+            return "it has no eighteen numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
-        known = self._model.state_dict()
-        for kind in ("good/", "best/", *_rungs_in(state)):
-            found = _network_in(state, kind)
-            if not found and kind.startswith("rung"):
-                return f"{kind!r} is missing"
-            if found and {name: (value.shape, value.dtype) for name, value in found.items()} != {
-                name: (value.shape, value.dtype) for name, value in known.items()
-            }:
+        known = _shapes(self._model.state_dict())
+        for kind in ("good/", "best/"):
+            if (found := _network_in(state, kind)) and _shapes(found) != known:
                 return f"the network in {kind!r} is another one"
+        masks = {each.name: (each.theta.shape, torch.bool) for each in self._posteriors}
+        for kind in _rungs_in(state):
+            if _shapes(_network_in(state, kind)) != masks:
+                return f"{kind!r} does not say of each weight whether it was there"
         return ""
 
 
 def _network_in(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     return {name.removeprefix(kind): value.clone() for name, value in state.items() if name.startswith(kind)}
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _share_of(rung: dict[str, Tensor]) -> float:
+    """The weights that were there."""
+    return sum(int(mask.sum()) for mask in rung.values()) / sum(mask.numel() for mask in rung.values())
 
 
 def _rung(place: int) -> str:

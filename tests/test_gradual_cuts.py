@@ -1,0 +1,151 @@
+"""Runs without noise: how many weights go at a look, what a look counts for, and what comes back."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsevd
+from sparsevd.posterior import posteriors
+from sparsevd.training.evaluation import Evaluation
+from sparsevd.training.gradual_cuts import GradualCuts
+from sparsevd.training.judge import LOSS_OF_A_POINT, Judge, Verdict
+from sparsevd.training.steering import Steering
+
+
+def seen(rise, aim=0.2, budget=0.3):
+    """A look at a network that has lost so many parts of a collapse."""
+    return Verdict(Evaluation(1.0, 10.0), 0.0, rise, rise, rise - aim, rise - budget)
+
+
+def test_the_first_looks_show_what_the_rate_costs_and_nothing_goes():
+    cuts = GradualCuts()
+    for progress, rise in ((0.0, 0.0), (0.02, 0.6), (0.04, 0.4)):
+        assert cuts.part(seen(rise), progress, 1.0) == 0
+    assert cuts.cost == pytest.approx(0.5)  # the look before the first step does not count
+
+
+def test_it_cuts_while_the_falling_rate_can_bring_it_back():
+    cuts = GradualCuts(cost=0.5, looks=2)
+    assert cuts.part(seen(0.69), 0.1, 1.0) == pytest.approx(GradualCuts.CUT)
+    assert cuts.part(seen(0.71), 0.1, 1.0) == 0  # beyond the aim, 0.2, and the cost of the rate
+    assert cuts.part(seen(0.32), 0.5, 0.5) == pytest.approx(GradualCuts.CUT * 0.625)  # 0.5 · 0.5² is left of the hope
+    assert cuts.part(seen(0.33), 0.5, 0.5) == 0
+    assert cuts.part(seen(0.2), 0.9, 0.0) == pytest.approx(GradualCuts.CUT / 4)
+    assert cuts.part(seen(0.21), 0.9, 0.0) == 0
+
+
+def test_a_rate_that_seems_to_cost_nothing_leaves_some_hope():
+    cuts = GradualCuts(cost=-0.3, looks=2)
+    assert cuts.part(seen(0.2 + GradualCuts.LEAST_COST - 0.01), 0.1, 1.0) > 0
+
+
+def test_it_goes_back_after_long_waiting_beyond_the_budget_itself():
+    cuts = GradualCuts(cost=0.5, looks=2)
+    for _ in range(3 * GradualCuts.PATIENCE):  # more than it aims at, but within the budget
+        cuts.part(seen(0.25), 0.9, 0.0)
+        assert not cuts.goes_back()
+    went = []
+    for _ in range(2 * GradualCuts.PATIENCE):
+        cuts.part(seen(0.35), 0.9, 0.0)
+        went.append(cuts.goes_back())
+    assert [place for place, back in enumerate(went, start=1) if back] == [8, 16]
+
+
+def problem(n, seed):
+    x = torch.randn(n, 30, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] + 0.7 * x[:, 1] - 0.5 * x[:, 2] > 0).long()
+
+
+TRAIN, HELD_OUT = problem(1500, 0), problem(1000, 7)
+
+
+@pytest.fixture
+def dense():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(30, 24), nn.ReLU(), nn.Linear(24, 2))
+    sparsevd.fit_dense(net, TRAIN, None, sparsevd.FitConfig(epochs=4, learning_rate=5e-3), progress=False)
+    return net.eval()
+
+
+def test_a_steady_judge_takes_half_of_it_from_the_loss(dense):
+    """Written out: the mean of the rise in error and of the rise in loss at the best temperature, in points."""
+    judge = sparsevd.Budget(max_error_increase=4.0).judge(dense, HELD_OUT, strict=True, steady=True)
+    assert judge.withheld == pytest.approx(100 * math.sqrt(0.5 * judge.base.error / 100 / 1000), rel=1e-6)
+    assert judge.withheld < 2  # a standard error is in reserve, not half of the budget
+
+    def best_temperature(net):
+        with torch.no_grad():
+            logits = net(HELD_OUT[0])
+        return min(F.cross_entropy(logits / 2 ** (step / 2), HELD_OUT[1]).item() for step in range(-4, 9))
+
+    base, base_error = best_temperature(dense), judge.base.error
+    products, squares = 1e-4 / LOSS_OF_A_POINT, 1e-4
+    for factor in (0.5, 0.2, -0.3):
+        with torch.no_grad():
+            dense[0].weight[:, 0] *= factor
+        verdict = judge.look(dense)
+        points, nats = verdict.evaluation.error - base_error, best_temperature(dense) - base
+        products, squares = products + points * nats, squares + nats * nats
+        expected = (points + products / squares * nats) / 2
+        assert verdict.rise * max(3.0, 4.0) == pytest.approx(expected, rel=1e-4)
+        assert verdict.excess == pytest.approx(verdict.rise - (4 - judge.withheld) / 4, abs=1e-6)
+        assert verdict.beyond == pytest.approx(verdict.rise - 1, abs=1e-6)
+
+
+def test_a_judge_that_is_not_steady_goes_by_the_error_alone(dense):
+    judge = sparsevd.Budget(max_error_increase=4.0).judge(dense, HELD_OUT, strict=True)
+    assert judge.withheld == 0
+    with torch.no_grad():
+        dense[0].weight[:, 0] *= 0.2
+    verdict = judge.look(dense)
+    assert verdict.rise == pytest.approx((verdict.evaluation.error - judge.base.error) / 4)
+
+
+def test_a_metric_of_the_users_is_measured_beside_the_temperatures(dense):
+    def accuracy(output, target):
+        return (output.argmax(1) == target).float().mean()
+
+    budget = sparsevd.Budget(max_error_increase=4.0, max_metric_decrease=0.1, metric=accuracy)
+    judge = budget.judge(dense, HELD_OUT, strict=True, steady=True)
+    assert judge.base.metric == pytest.approx(1 - judge.base.error / 100)
+    assert judge.look(dense).evaluation.metric == pytest.approx(judge.base.metric)
+
+
+def test_what_was_cut_too_much_comes_back_as_zeros_that_may_learn(dense, monkeypatch):
+    model = sparsevd.sparsify(dense)
+    budget = sparsevd.Budget(max_error_increase=4.0)
+    judge = budget.judge(dense, HELD_OUT, strict=True, steady=True)
+    steered = Steering(model, posteriors(model), budget, judge, 1500, noisy=False)
+    steered.begin()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def look(rise, progress):
+        monkeypatch.setattr(Judge, "look", lambda self, network: seen(rise))
+        steered.look(progress, 0.5, optimizer)
+        return [each.alive() for each in posteriors(model)]
+
+    before = look(0.0, 0.1)  # a cut
+    for _ in range(20):
+        after = look(0.0, 0.2)
+    lost = sum(int((~mask).sum()) for mask in after)
+    assert lost > 0.7 * 768
+    for _ in range(GradualCuts.PATIENCE):
+        back = look(5.0, 0.6)
+    kept = [each.theta.clone() for each in posteriors(model)]
+    assert sum(int((~mask).sum()) for mask in back) < lost  # some of them ...
+    assert all((there | ~mask).all() for there, mask in zip(before, back, strict=True))  # ... of those that were there
+    for theta, mask, then in zip(kept, back, after, strict=True):
+        assert (theta[mask & ~then] == 0).all()
+        assert (theta[then] != 0).all()
+    levels = torch.cat([each.log_sigma2[mask] for each, mask in zip(posteriors(model), back, strict=True)])
+    assert (levels == levels[0]).all()  # so that weights go by their size as before
+    state = steered.state_dict()
+    assert steered.problem_of(state) == ""
+    again = Steering(model, posteriors(model), budget, judge, 1500, noisy=False)
+    again.load_state_dict(state)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value.nan_to_num(), state[name].nan_to_num()), name
+    assert "does not say of each weight" in steered.problem_of(state | {"rung0/0.weight": torch.zeros(2)})
