@@ -130,7 +130,9 @@ TASKS = {
     "breast_cancer": Task(small("breast_cancer"), 40, (0.5, 1.0), range(20)),
     "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(5), betas=(), regression=True),
     "resnet-8": Task(resnet8, 12, (1.0,), range(1), (0.8,), (), (0.8,), 1e-3),
-    "resnet-20": Task(resnet, 12, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True),
+    "resnet-20": Task(
+        resnet, 12, (0.5, 1.5), range(3), (), (), (0.7, 0.85), 1e-3, taught=0.9, autocast=True, long=True
+    ),
 }
 
 
