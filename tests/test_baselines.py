@@ -260,6 +260,14 @@ def test_gradual_pruning_of_some_layers_leaves_the_others_whole():
         named_weights(network(), ("encoder",))
 
 
+def test_gradual_pruning_lets_a_layer_learn_that_begins_with_zeros():
+    model = network()
+    nn.init.zeros_(model[5].weight)
+    method = GradualPruning(sparsity=0.5, every=3, begin=0.3)
+    result = method.train(model, Training(problem(), epochs=3, batch_size=50, progress=False)).network
+    assert result[5].weight.any()
+
+
 @pytest.mark.parametrize("stopped_after", [1, 3, 5])  # in the ramp, at its end, and after it
 def test_gradual_pruning_goes_on_where_it_was_stopped(tmp_path, stopped_after):
     class Stopped(Training):

@@ -45,8 +45,8 @@ class GradualPruning(Method):
         weights = list(named_weights(model, self.include).values())
         ramp = min(max(1, round(self.end * training.epochs)), training.epochs)
         optimizer, steps = adam(model, self.learning_rate), 0
-        training.go_on(model, optimizer)
-        masks = [weight.detach() != 0 for weight in weights]
+        continued = training.go_on(model, optimizer)  # else a weight that begins at zero may learn
+        masks = [(weight != 0) if continued else torch.ones_like(weight, dtype=torch.bool) for weight in weights]
 
         def cut(done: float) -> None:
             nonlocal steps

@@ -108,11 +108,11 @@ class Training:
         self._checkpoint = Path(run_dir) / "rival.pt" if run_dir is not None else None
         self._spent_before = 0  # by the run that is continued
 
-    def go_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def go_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         """Before the first `run` of a method whose whole state is in its network and its one optimizer: put both where
-        an earlier run has left them. The epochs that it has spent are then passed over."""
+        an earlier run has left them, if there was one. The epochs that it has spent are then passed over."""
         if self._checkpoint is None or not self._checkpoint.exists():
-            return
+            return False
         state = torch.load(self._checkpoint, weights_only=True)
         if state["settings"] != self._settings():
             raise CheckpointError(
@@ -124,6 +124,7 @@ class Training:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # as a stretch begins with it, and not as far as it had fallen
         self._spent_before = state["spent"]
+        return True
 
     def _settings(self) -> dict[str, int]:
         return {"epochs": self.epochs, "batch_size": self.batch_size, "seed": self.seed}
