@@ -202,12 +202,11 @@ def control(name: str, seed: int, records: Records) -> None:
         return
     setting = Dense(**best(records, name, "dense"))
     model, _ = trained_dense(name, setting, train, test, seed, classes, f"seed{seed}")
-    with torch.no_grad():
-        for parameter in model.encoder.parameters():
-            if parameter.dim() > 1:
-                parameter.zero_()
+    for parameter in model.encoder.parameters():
+        if parameter.dim() > 1:
+            parameter.requires_grad_(False).zero_()  # else `fit_dense` would let a matrix of nothing but zeros learn
     config = sparsevd.FitConfig(epochs=setting.epochs, learning_rate=setting.rate, seed=seed)
-    sparsevd.fit_dense(model, train, test, config, forward=in_bfloat16)  # zeros stay
+    sparsevd.fit_dense(model, train, test, config, forward=in_bfloat16)
     error = sparsevd.evaluate(model.eval(), test, forward=in_bfloat16).error
     records.add(task=name, kind="run", method="control", setting=asdict(setting), seed=seed, error=error)
 

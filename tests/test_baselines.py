@@ -23,7 +23,7 @@ from sparsevd.baselines.surgery import Surgery, renew
 from sparsevd.baselines.training import named_weights, weight_layers
 from sparsevd.baselines.variational_dropout import VariationalDropout, multiplicative_noise
 from sparsevd.conversion import sparsify
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, CheckpointError
 from sparsevd.layers import SparseLayer
 from sparsevd.posterior import equations
 from sparsevd.reporting.summary import summary
@@ -248,6 +248,45 @@ def test_gradual_pruning_cuts_all_layers_together():
     assert first.tolist() == [[False, True], [True, False]]
     assert second.tolist() == [[False, True]]
     assert all(mask.all() for mask in kept(weights, 0.0))
+
+
+def test_gradual_pruning_of_some_layers_leaves_the_others_whole():
+    method = GradualPruning(sparsity=0.8, every=3, include=("3",))
+    result = method.train(network(), Training(problem(), epochs=3, batch_size=50, progress=False)).network
+    zeros = {name: (weight == 0).float().mean().item() for name, weight in named_weights(result).items()}
+    assert zeros.pop("3.weight") == pytest.approx(0.8, abs=0.01)
+    assert not any(zeros.values())
+    with pytest.raises(ArgumentError, match="selects no module"):
+        named_weights(network(), ("encoder",))
+
+
+def test_gradual_pruning_lets_a_layer_learn_that_begins_with_zeros():
+    model = network()
+    nn.init.zeros_(model[5].weight)
+    method = GradualPruning(sparsity=0.5, every=3, begin=0.3)
+    result = method.train(model, Training(problem(), epochs=3, batch_size=50, progress=False)).network
+    assert result[5].weight.any()
+
+
+@pytest.mark.parametrize("stopped_after", [1, 3, 5])  # in the ramp, at its end, and after it
+def test_gradual_pruning_goes_on_where_it_was_stopped(tmp_path, stopped_after):
+    class Stopped(Training):
+        def _save(self, model, optimizer):
+            super()._save(model, optimizer)
+            if self.spent == stopped_after:
+                raise KeyboardInterrupt
+
+    method = GradualPruning(sparsity=0.8, begin=0.1, end=0.5, every=2, learning_rate=1e-2)
+    settings = {"epochs": 6, "batch_size": 50, "progress": False}  # an even number of steps per epoch
+    whole = method.train(network(), Training(problem(), **settings)).network
+    with pytest.raises(KeyboardInterrupt):
+        method.train(network(), Stopped(problem(), **settings, run_dir=tmp_path))
+    training = Training(problem(), **settings, run_dir=tmp_path)
+    again = method.train(network(), training).network
+    assert training.spent == 6
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in whole.state_dict().items())
+    with pytest.raises(CheckpointError, match="give another run_dir"):
+        method.train(network(), Training(problem(), **{**settings, "epochs": 7}, run_dir=tmp_path))
 
 
 def test_surgery_renews_a_mask_outside_of_a_band():

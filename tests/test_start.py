@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import sparsevd
 from sparsevd.posterior import posteriors
@@ -63,6 +64,19 @@ def test_a_trained_network_gets_noise_below_its_weights_that_can_grow_in_time(tr
     steps = 6 * 20
     noise = found.config.log_sigma2_lr_ratio * found.config.learning_rate
     assert noise == pytest.approx(min(start.FASTEST_NOISE, start.TRAVEL / steps))
+
+
+def test_the_steps_of_a_loader_are_its_own_whatever_the_recipe_says(trained):
+    batches = [((X[part], Y[part])) for part in torch.arange(len(X)).split(250)]
+    for loader, n in (
+        (DataLoader(TensorDataset(X, Y), 250), None),
+        (DataLoader(batches, batch_size=None), len(X)),
+    ):
+        task = Task(sparsevd.sparsify(trained), loader, None, CONFIG, F.cross_entropy, call, None, n)
+        assert task.steps_per_epoch(CONFIG.batch_size) == 4
+        config = dataclasses.replace(CONFIG, epochs=300)
+        found = start.begin(task, config).config
+        assert found.log_sigma2_lr_ratio * found.learning_rate == pytest.approx(start.TRAVEL / (300 * 4))
 
 
 @pytest.fixture

@@ -35,16 +35,18 @@ class GradualPruning(Method):
     every: int = 100  # steps between two cuts
     learning_rate: float = 2e-3
     l1: float = 3e-5  # until the last cut
+    include: tuple[str, ...] = ()  # names of layers, as for `sparsify`: the weights of these only; else of all
 
     def __post_init__(self) -> None:
         check(self, inside=("sparsity",), part=("begin", "end"), count=("every",))
         check(self, positive=("learning_rate",), not_negative=("l1",))
 
     def train(self, model: nn.Module, training: Training) -> Outcome:
-        weights = list(named_weights(model).values())
+        weights = list(named_weights(model, self.include).values())
         ramp = min(max(1, round(self.end * training.epochs)), training.epochs)
-        masks = [torch.ones_like(weight, dtype=torch.bool) for weight in weights]
         optimizer, steps = adam(model, self.learning_rate), 0
+        continued = training.go_on(model, optimizer)  # else a weight that begins at zero may learn
+        masks = [(weight != 0) if continued else torch.ones_like(weight, dtype=torch.bool) for weight in weights]
 
         def cut(done: float) -> None:
             nonlocal steps

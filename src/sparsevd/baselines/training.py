@@ -1,9 +1,11 @@
 """What every method shares: the budget, the data, and a plain training loop that counts the epochs spent."""
 
+import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sparsevd.errors import ArgumentError, DivergenceError
+from sparsevd.conversion import preview
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
+from sparsevd.files import atomic
 from sparsevd.layers.linear import SparseOutputProjection
 from sparsevd.layers.registry import sparse_type
 from sparsevd.training.data import Data, batches, checked, number_of_examples
@@ -70,7 +74,8 @@ def check(method: Method, **kinds: tuple[str, ...]) -> None:
 class Training:
     """The data and the epochs that a method may spend, as it likes, in one or several stretches.
 
-    `autocast` and `teacher` are those of `fit`, for a comparison on equal terms.
+    `autocast` and `teacher` are those of `fit`, for a comparison on equal terms. In `run_dir` each epoch leaves a
+    checkpoint, from which a method that calls `go_on` continues.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Training:
         progress: bool = True,
         autocast: bool = False,
         teacher: Teacher | None = None,
+        run_dir: str | Path | None = None,
     ):
         for name, value in (("epochs", epochs), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -99,6 +105,37 @@ class Training:
         self.autocast, self.teacher = autocast, teacher
         self._forward = in_bfloat16(call, "cpu") if autocast else call
         self.spent = 0
+        self._checkpoint = Path(run_dir) / "rival.pt" if run_dir is not None else None
+        self._spent_before = 0  # by the run that is continued
+
+    def go_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Before the first `run` of a method whose whole state is in its network and its one optimizer: put both where
+        an earlier run has left them, if there was one. The epochs that it has spent are then passed over."""
+        if self._checkpoint is None or not self._checkpoint.exists():
+            return False
+        state = torch.load(self._checkpoint, weights_only=True)
+        if state["settings"] != self._settings():
+            raise CheckpointError(
+                f"{self._checkpoint} is of a run with {state['settings']}, not {self._settings()}; give another run_dir"
+            )
+        rates = [group["lr"] for group in optimizer.param_groups]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # as a stretch begins with it, and not as far as it had fallen
+        self._spent_before = state["spent"]
+        return True
+
+    def _settings(self) -> dict[str, int]:
+        return {"epochs": self.epochs, "batch_size": self.batch_size, "seed": self.seed}
+
+    def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self._checkpoint is None:
+            return
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "spent": self.spent}
+        content = io.BytesIO()
+        torch.save({**state, "settings": self._settings()}, content)
+        atomic.write(self._checkpoint, content.getvalue())
 
     def run(
         self,
@@ -125,7 +162,9 @@ class Training:
         network: Any = model if weights is None else lambda x: functional_call(model, dict(weights()), (x,))
         model.train()
         with display(self.progress) as shown:
-            for epoch in range(epochs):
+            passed = min(epochs, max(0, self._spent_before - self.spent))
+            self.spent += passed
+            for epoch in range(passed, epochs):
                 seed_epoch(self.seed, self.spent)
                 seen, total = 0, 0.0
                 for x, y in batches(self.data, self.batch_size, shuffle=True):
@@ -154,14 +193,21 @@ class Training:
                 if not all(parameter.isfinite().all() for parameter in model.parameters()):
                     raise DivergenceError(f"training diverged in epoch {self.spent + 1}; lower the learning rate")
                 self.spent += 1
+                self._save(model, optimizer)
                 shown.on_epoch(moment)
         model.eval()
 
 
-def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that a method may remove: those of layers that Sparse VD would convert. Tied ones have one name."""
+def named_weights(model: nn.Module, include: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
+    """The weights that a method may remove: those of layers that Sparse VD would convert. Tied ones have one name.
+
+    `include` is that of `sparsify`: only what it would convert then.
+    """
     names: dict[nn.Parameter, str] = {}
+    chosen = set(preview(model, include=include).replaced) if include else None
     for name, module in model.named_modules():
+        if chosen is not None and name not in chosen:
+            continue
         for key in kind.names(module)[0] if (kind := sparse_type(module)) else ():
             names.setdefault(module.get_parameter(key), f"{name}.{key}" if name else key)
     found = {name: weight for weight, name in names.items()}

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch.utils.data import DataLoader
 
 from sparsevd.reporting.diagnosis import Course
 from sparsevd.reporting.summary import summary
@@ -24,7 +23,7 @@ MOST = 0.95
 
 def begun(task: Task, schedule: Schedule) -> Course:
     """What is known before the first step."""
-    steps = schedule.config.epochs * _steps_per_epoch(task, schedule.config.batch_size)
+    steps = schedule.config.epochs * task.steps_per_epoch(schedule.config.batch_size)
     parts = [(i + 0.5) / 200 for i in range(200)]
     rate = sum(schedule.config.rate(part) for part in parts) / len(parts)
     noise_rate = sum(schedule.config.rate(part) * schedule.at(part).noise_ratio for part in parts) / len(parts)
@@ -60,12 +59,3 @@ def steps_needed(schedule: Schedule, rate: float, noise_rate: float) -> int:
         ways = torch.minimum(theta[inside].abs() / rate, (each.threshold - log_alpha[inside]) / noise_rate)
         longest = max(longest, ways.float().kthvalue(math.ceil(MOST * len(ways))).values.item())
     return max(FEWEST_STEPS, math.ceil(DETOURS * longest))
-
-
-def _steps_per_epoch(task: Task, batch_size: int) -> int:
-    if isinstance(task.train, DataLoader):
-        try:
-            return max(1, len(task.train))
-        except TypeError:  # a stream: it does not know
-            pass
-    return max(1, math.ceil(task.per_epoch / batch_size))

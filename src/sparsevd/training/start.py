@@ -91,7 +91,7 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
         if _untouched(each):
             each.quieten()
     training = _first(task, config, BATCHES + TRIAL_STEPS[1])[BATCHES:] or measured
-    steps = config.epochs * math.ceil(task.per_epoch / config.batch_size)
+    steps = config.epochs * task.steps_per_epoch(config.batch_size)
     rate = LEARNING_RATE
     while rate > SMALLEST_RATE and not _survives(task, config, rate, steps, training, measured, before):
         rate /= 2

@@ -1,11 +1,13 @@
 """What a training is about: the network, the data and what to make of them, checked before anything begins."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from sparsevd.errors import ArgumentError
 from sparsevd.posterior import is_noisy
@@ -51,6 +53,15 @@ class Task:
         self.memory_format = torch.channels_last if last else torch.contiguous_format
         # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
         self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """How many steps one pass takes; a DataLoader has batches of its own, whatever the recipe says."""
+        if isinstance(self.train, DataLoader):
+            try:
+                return max(1, len(self.train))
+            except TypeError:  # a stream: it does not know
+                pass
+        return max(1, math.ceil(self.per_epoch / batch_size))
 
     def settings(self) -> dict[str, str | None]:
         """What a resumed run must have too, beside its recipe."""
