@@ -1,6 +1,5 @@
 """What every method shares: the budget, the data, and a plain training loop that counts the epochs spent."""
 
-import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class Training:
         self.autocast, self.teacher = autocast, teacher
         self._forward = in_bfloat16(call, "cpu") if autocast else call
         self.spent = 0
-        self._checkpoint = Path(run_dir) / "rival.pt" if run_dir is not None else None
+        self._checkpoint = Path(run_dir) / "rival.safetensors" if run_dir is not None else None
         self._spent_before = 0  # by the run that is continued
 
     def go_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
@@ -113,29 +113,34 @@ class Training:
         an earlier run has left them, if there was one. The epochs that it has spent are then passed over."""
         if self._checkpoint is None or not self._checkpoint.exists():
             return False
-        state = torch.load(self._checkpoint, weights_only=True)
-        if state["settings"] != self._settings():
+        state = safetensors.torch.load(self._checkpoint.read_bytes())
+        settings = [int(number) for number in state.pop("settings", torch.zeros(0))]
+        names = {f"network/{name}" for name in model.state_dict()}
+        if settings[:-1] != self._settings() or not names <= state.keys():
             raise CheckpointError(
-                f"{self._checkpoint} is of a run with {state['settings']}, not {self._settings()}; give another run_dir"
+                f"{self._checkpoint} is of a run with other epochs, batch size or seed than {self._settings()}, or of "
+                "another network; give another run_dir"
             )
-        rates = [group["lr"] for group in optimizer.param_groups]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # as a stretch begins with it, and not as far as it had fallen
-        self._spent_before = state["spent"]
+        model.load_state_dict({name.removeprefix("network/"): state[name] for name in names})
+        for place, parameter in enumerate(_trained_by(optimizer)):
+            kind = f"optimizer/{place}/"
+            found = {name.removeprefix(kind): value for name, value in state.items() if name.startswith(kind)}
+            if found:
+                optimizer.state[parameter] = found
+        self._spent_before = settings[-1]
         return True
 
-    def _settings(self) -> dict[str, int]:
-        return {"epochs": self.epochs, "batch_size": self.batch_size, "seed": self.seed}
+    def _settings(self) -> list[int]:
+        return [self.epochs, self.batch_size, self.seed]
 
     def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self._checkpoint is None:
             return
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "spent": self.spent}
-        content = io.BytesIO()
-        torch.save({**state, "settings": self._settings()}, content)
-        atomic.write(self._checkpoint, content.getvalue())
+        state = {f"network/{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        for place, parameter in enumerate(_trained_by(optimizer)):
+            state |= {f"optimizer/{place}/{name}": value for name, value in optimizer.state[parameter].items()}
+        state["settings"] = torch.tensor([*self._settings(), self.spent])
+        atomic.write(self._checkpoint, safetensors.torch.save({n: value.contiguous() for n, value in state.items()}))
 
     def run(
         self,
@@ -196,6 +201,10 @@ class Training:
                 self._save(model, optimizer)
                 shown.on_epoch(moment)
         model.eval()
+
+
+def _trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def named_weights(model: nn.Module, include: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
