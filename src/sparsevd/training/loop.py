@@ -527,7 +527,7 @@ class Loop:
             ("validation perplexity {:.2f}", last.val_perplexity if last else None),
             (f"{_name(self.task.metric)} {{:.4g}}", last.val_metric if last else None),
             ("{:.1f}× fewer weights", last.ratio if last else None),
-            ("β {:.3g}", self.schedule.beta(self.progress) if self._budget else None),
+            ("β {:.3g}", (self.schedule.beta(self.progress) or None) if self._budget else None),  # none without noise
         ]
         return "  ".join(text.format(value) for text, value in figures if value is not None)
 
