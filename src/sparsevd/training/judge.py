@@ -24,6 +24,7 @@ from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
 from sparsevd.training.data import Data, batches, checked
 from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, evaluate
 from sparsevd.training.inputs import Forward
+from sparsevd.training.likelihood import Likelihood
 
 Agreed = Callable[[list[float]], list[float]]
 # A point of error that the budget allows is about so much loss, in nats. Chosen among 0.01, 0.02 and 0.03 on breast
@@ -69,8 +70,8 @@ class Limit:
 class Verdict:
     """What was measured, how much of the budget is left, in parts of it, and how near to a collapse it is.
 
-    `rise`, `excess` and `beyond` are parts of a collapse, by the steadier measure where there is one: what was lost,
-    what of it is more than the search aims at, and what is more than the budget itself.
+    `rise`, `excess` and `beyond` are parts of a collapse: what was lost and what of it is more than the search aims at,
+    both by the steadier measure where there is one; and what is more than the budget itself, by either measure.
     """
 
     evaluation: Evaluation
@@ -136,7 +137,8 @@ class Judge:
         self._strict, self._steady = strict, steady
         self.worth = (0.0, 0.0)  # of a nat, in points: sums of rise · nats and of nats² over the looks
         self.compare_with(base, None)
-        if (self.few or steady) and error is not None and network is not None and _classes(self.data):
+        logits = not isinstance(loss, Likelihood)  # ours have no temperature
+        if (self.few or steady) and error is not None and network is not None and logits and _classes(self.data):
             self.compare_with(base, self._measured(network, calibrated=True)[1])
 
     def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
@@ -167,6 +169,11 @@ class Judge:
         if not self.withheld:
             return ""
         points = self._allowed["error"] or 0.0
+        if self._steady and not self.few:
+            return (
+                f"the search aims at a rise of {points - self.withheld:.2g} points, since the held-out examples leave "
+                f"some {self.withheld:.2g} uncertain, and accepts {points:g}. More examples in val allow more zeros"
+            )
         nats = LOSS_OF_A_POINT * points
         also = f", and the loss, each network's at its best temperature, may rise by {nats:.2g} nats at most"
         also = also if self._calibrated_limit is not None else ""
@@ -220,7 +227,7 @@ class Judge:
         """Whether the budget itself is kept, of which a search may use a part only."""
         if found is None:
             return True
-        kept = [limit.room(value) + self.withheld / limit.scale >= 0 for limit, value in self._compared(found)]
+        kept = [limit.excess(value) - self._reserve(limit) <= 1e-9 for limit, value in self._compared(found)]
         return all(kept)
 
     def look(self, model: nn.Module) -> Verdict:
@@ -234,22 +241,28 @@ class Judge:
         if self._steady and calibrated is not None and found.error is not None:
             steadier = replace(found, error=self._steadier(found.error, calibrated))
         compared = self._compared(steadier)
+        both = [*self._compared(found), *compared]
         return Verdict(
             found,
             room,
             damage,
             rise=max(limit.damage(value) for limit, value in compared),
             excess=max(limit.excess(value) for limit, value in compared),
-            beyond=max(limit.excess(value) - self._reserve(limit) for limit, value in compared),
+            beyond=max(limit.excess(value) - self._reserve(limit) for limit, value in both),
         )
 
     def _steadier(self, error: float, calibrated: float) -> float:
         """The error as it and the loss together say it."""
         assert self.base.error is not None
         points, nats = error - self.base.error, calibrated - (self.base_calibrated or 0.0)
-        self.worth = (self.worth[0] + points * nats, self.worth[1] + nats * nats)
+        if not math.isfinite(nats):
+            return math.nan
+        if points < COLLAPSE_POINTS:  # a network that is destroyed says nothing of good ones
+            self.worth = (self.worth[0] + points * nats, self.worth[1] + nats * nats)
         of_a_nat = (self.worth[0] + FIRST_GUESS / LOSS_OF_A_POINT) / (self.worth[1] + FIRST_GUESS)
-        return self.base.error + (points + max(of_a_nat, 0.0) * nats) / 2
+        if of_a_nat <= 0:  # where training on lowers the loss, it says nothing of what cuts cost
+            return error
+        return self.base.error + (points + of_a_nat * nats) / 2
 
     def _reserve(self, limit: Limit) -> float:
         """What of a limit a search does not aim at, as a part of a collapse."""
@@ -269,18 +282,20 @@ class _WithTemperatures:
     """A metric that, on the way, sums up the cross-entropy of the classes at all temperatures."""
 
     def __init__(self, metric: Metric | None):
-        self._metric, self._sums, self._count = metric, [0.0] * len(TEMPERATURES), 0
+        self._metric, self._count = metric, 0
+        self._sums = torch.zeros(len(TEMPERATURES), dtype=torch.float64)
 
     def __call__(self, output: Tensor, target: Tensor) -> float | Tensor:
-        logits = output.float()
-        for place, temperature in enumerate(TEMPERATURES):
-            self._sums[place] += F.cross_entropy(logits / temperature, target, reduction="sum").item()
-        self._count += len(target)
+        counted = (target >= 0) & (target < output.shape[-1])  # others are ignored, as an ignore_index is
+        logits, classes = output.float()[counted], target[counted].long()
+        losses = [F.cross_entropy(logits / temperature, classes, reduction="sum") for temperature in TEMPERATURES]
+        self._sums += torch.stack(losses).cpu()
+        self._count += len(classes)
         return self._metric(output, target) if self._metric is not None else 0.0
 
     def losses(self) -> list[float]:
         """The mean at each temperature."""
-        return [total / self._count for total in self._sums]
+        return (self._sums / max(1, self._count)).tolist()
 
 
 def _warn_of_one_class(data: Data) -> None:

@@ -250,7 +250,13 @@ class Loop:
                 with cut_at(self.model, math.inf):  # the network at its start, as it was before it had noise
                     steady = config.noise is False
                     judge = self._budget.judge(
-                        self.model, task.val, task.loss, task.forward, True, steady, self.team.agreed
+                        self.model,
+                        task.val,
+                        task.loss,
+                        task.forward,
+                        strict=True,
+                        steady=steady,
+                        agreed=self.team.agreed,
                     )
                 if remark := judge.remark():
                     self._say(f"note: {remark}")

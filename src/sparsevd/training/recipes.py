@@ -36,7 +36,8 @@ class FitConfig:
 
     epochs: Annotated[int, "Passes over the training set."] = 40
     batch_size: Annotated[int, "Examples per step."] = 100
-    # None: LEARNING_RATE for a fresh network, else the largest that does one that predicts already no harm (start.py)
+    # None: LEARNING_RATE for a fresh network, else the largest that does one that predicts already no harm, or twice as
+    # much without noise (start.py)
     learning_rate: Annotated[
         float | None, "Adam's rate, falling to zero; by default 4e-3, or less for a network that predicts already."
     ] = None

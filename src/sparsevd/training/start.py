@@ -4,7 +4,7 @@ A fresh network has nothing to lose, and the recipe's rate is the best one. One 
 within a few steps, so that rate is tried on a copy for a few steps, and halved until the copy survives. Its first noise
 is relative to the weights of each layer, and may grow as fast as the number of steps asks for. With a budget, a network
 that cannot do without its smallest weights even for a moment trains without noise: in the few epochs that it has, the
-noise would cost more than it takes (ResNet-20 in experiments/README.md).
+noise would cost more than it takes (ResNet-20 in experiments/README.md). What is cut heals at a higher rate.
 """
 
 import copy
@@ -41,8 +41,9 @@ SMALLEST_RATE = LEARNING_RATE / 64
 # A network with many superfluous weights survives for a moment without so many of its smallest ones.
 SUPERFLUOUS = 0.6
 # Cuts by size do more harm than the rate, and heal faster at a higher one: so many times the rate that does none. On a
-# ResNet-8 at 75 % zeros, 0.5, 2 and 4 times lost 2.0, 0.9 and 1.0 points instead of 1.6 (experiments/README.md).
-BOLD = 4
+# ResNet-8 at 75 % zeros 0.5, 2 and 4 times lost 2.0, 0.9 and 1.0 points instead of 1.6; on a ResNet-20, 4 were too many
+# (experiments/results/budget_trials.json).
+BOLD = 2
 DROWNED = 0.12  # of a layer's weights beyond the threshold before any training: the first noise is too large then
 # What log σ² should be able to rise by in a run, and how far a step may take it.
 TRAVEL, FASTEST_NOISE = 28.0, 0.05
@@ -112,7 +113,7 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     why = f", the largest of {LEARNING_RATE:g}, half of it and so on that does no harm"
     why = "" if harmless == LEARNING_RATE else why
     if rate > harmless:
-        why = f" ({harmless:g} would do no harm at all, but what is cut heals faster at a higher rate)"
+        why = f" ({harmless:g} would do little harm, but what is cut heals faster at a higher rate)"
     text = f"the network predicts already ({error} on {BATCHES} training batches): learning_rate={rate:g}{why}"
     return Start(chosen, knows, f"{text}. {said}" if said else text)
 

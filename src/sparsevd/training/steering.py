@@ -49,7 +49,7 @@ SPARE = 0.6  # a sparsity to reach: this power of the share of weights that it l
 # collapse, where a small budget is less than the rate itself costs.
 RECOVERY, DENT = 1.0, 0.33
 WAITING = 0.65  # of the settling: a first state that keeps to the budget is worth waiting for
-# Without noise: how many weights are left beside the last time that could be gone back to, and how many such times.
+# Without noise: a new point to go back to, once this share of the weights of the last one is left; and how many.
 RUNG, RUNGS = 0.8, 4
 LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
 LAST_CUTS = 6  # bisections at the end
@@ -89,7 +89,7 @@ class Steering:
         self._rungs: list[dict[str, Tensor]] = []  # which weights were there before some of them
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
-        if judge is not None and judge.look(model).keeps:
+        if judge is not None and (judge.look(model).keeps if noisy or judge.few else judge.look(model).beyond <= 0):
             self._good = self._snapshot()
 
     @torch.no_grad()
@@ -148,6 +148,8 @@ class Steering:
         self._last_cut()
         size = self._cut_until_it_fits()
         if not self._noisy:
+            for each in self._posteriors:
+                each.drop(each.theta == 0)  # what came back and has not learned
             self._leave_some_noise()
         self._put_threshold_back()
         found = self._judge.measure(self._model) if self._judge is not None else None
@@ -265,7 +267,7 @@ class Steering:
         assert self._judge is not None
         verdict, zeros = self._judge.look(self._model), self.zeros()
         if not self._noisy:
-            self._round_without_noise(verdict, zeros, progress, decayed)
+            self._round_without_noise(verdict, zeros, progress, decayed, optimizer)
             return
         if verdict.keeps and zeros >= self._best_zeros:
             self._best, self._best_zeros = self._snapshot(), zeros
@@ -292,14 +294,23 @@ class Steering:
             _forget(optimizer)
             self._beyond = 0
 
-    def _round_without_noise(self, verdict: Verdict, zeros: float, progress: float, decayed: float) -> None:
+    def _round_without_noise(
+        self, verdict: Verdict, zeros: float, progress: float, decayed: float, optimizer: torch.optim.Optimizer
+    ) -> None:
         assert self._judge is not None
-        few = self._judge.few  # then a mistake more is luck as often as not, and nothing is hoped for
-        keeps = verdict.keeps if few else verdict.beyond <= 0 and self._judge.within(verdict.evaluation)
-        if keeps and zeros >= self._best_zeros:
+        few = self._judge.few
+        if zeros >= self._best_zeros and (verdict.keeps if few else verdict.beyond <= 0):
             self._best, self._best_zeros = self._snapshot(), zeros
-        part = self._cuts.part(verdict, progress, decayed)
-        if part and progress < 1 and (verdict.keeps or not few):
+        if progress < GradualCuts.FIRST_CUT and verdict.damage > 1 and self._good:
+            self._put_back(self._good)  # the rate alone destroys it
+            _forget(optimizer)
+            self.rate_factor /= 2
+            self._cuts = GradualCuts()
+            return
+        part = self._cuts.part(verdict, progress, decayed, few)
+        if progress >= 1:
+            return
+        if part:
             if not self._rungs or 1 - zeros <= RUNG * _share_of(self._rungs[-1]):
                 self._rungs = [*self._rungs[1 - RUNGS :], {each.name: each.alive() for each in self._posteriors}]
             self._drop_to(1 - (1 - part) * (1 - zeros))
@@ -315,9 +326,10 @@ class Steering:
         if not self._rungs:
             return
         then = self._rungs.pop()
-        level = max(each.log_sigma2.max().item() for each in self._posteriors)  # the same for all that are there
+        # The same for all that are there.
+        level = max(each.log_sigma2.max().item() for each in self._posteriors if each.log_sigma2.numel())
         for each in self._posteriors:
-            each.log_sigma2.masked_fill_(then[each.name] & ~each.alive(), level)
+            each.log_sigma2.masked_fill_(then[each.name].to(each.theta.device) & ~each.alive(), level)
 
     def _is_near(self, zeros: float) -> bool:
         """Whether a state with so many zeros is a few cuts from the present one; from further, it is worth waiting for
@@ -420,7 +432,7 @@ class Steering:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
         if not isinstance(numbers, Tensor) or numbers.shape != (18,) or numbers.dtype is not _DOUBLE:
-            return "it has no eighteen numbers of a run with a budget"
+            return "it lacks the eighteen numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
@@ -460,7 +472,8 @@ def _rungs_in(state: dict[str, Tensor]) -> list[str]:
 
 def _with_the_best_kept(log_alpha: Tensor) -> Tensor:
     """log α, but that of a layer's best weights so low that they stay: a layer without any is the end of a network."""
-    best = log_alpha.flatten().topk(max(2, int(LEAST * log_alpha.numel())), largest=False).indices
+    least = min(log_alpha.numel(), max(2, int(LEAST * log_alpha.numel())))
+    best = log_alpha.flatten().topk(least, largest=False).indices
     return log_alpha.flatten().index_fill(0, best, -math.inf).view_as(log_alpha)
 
 
