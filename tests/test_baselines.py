@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from networks import small_problem as problem
 from sparsevd import baselines
 from sparsevd.baselines import METHODS, Training
 from sparsevd.baselines.binary_dropout import BinaryDropout, dropout_rates
+from sparsevd.baselines.checkpoint import Checkpoint
 from sparsevd.baselines.gaussian_dropout import GaussianDropout
 from sparsevd.baselines.gradual import GradualPruning, kept, ramped
 from sparsevd.baselines.noise import noisy_outputs
@@ -269,24 +271,39 @@ def test_gradual_pruning_lets_a_layer_learn_that_begins_with_zeros():
 
 
 @pytest.mark.parametrize("stopped_after", [1, 3, 5])  # in the ramp, at its end, and after it
-def test_gradual_pruning_goes_on_where_it_was_stopped(tmp_path, stopped_after):
-    class Stopped(Training):
-        def _save(self, model, optimizer):
-            super()._save(model, optimizer)
-            if self.spent == stopped_after:
-                raise KeyboardInterrupt
+def test_gradual_pruning_goes_on_where_it_was_stopped(tmp_path, stopped_after, monkeypatch):
+    method = GradualPruning(sparsity=0.8, begin=0.1, end=0.5, every=3, learning_rate=1e-2)
+    settings = {"epochs": 6, "batch_size": 50, "progress": False}  # four steps in an epoch: no multiple of `every`
 
-    method = GradualPruning(sparsity=0.8, begin=0.1, end=0.5, every=2, learning_rate=1e-2)
-    settings = {"epochs": 6, "batch_size": 50, "progress": False}  # an even number of steps per epoch
-    whole = method.train(network(), Training(problem(), **settings)).network
-    with pytest.raises(KeyboardInterrupt):
-        method.train(network(), Stopped(problem(), **settings, run_dir=tmp_path))
+    def start():
+        return network().to(memory_format=torch.channels_last)
+
+    whole = method.train(start(), Training(problem(), **settings)).network
+    write = Checkpoint.write
+
+    def write_and_stop(self, model, optimizer, spent):
+        write(self, model, optimizer, spent)
+        if spent == stopped_after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "write", write_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            method.train(start(), Training(problem(), **settings, run_dir=tmp_path))
     training = Training(problem(), **settings, run_dir=tmp_path)
-    again = method.train(network(), training).network
+    again = method.train(start(), training).network
     assert training.spent == 6
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in whole.state_dict().items())
-    with pytest.raises(CheckpointError, match="give another run_dir"):
-        method.train(network(), Training(problem(), **{**settings, "epochs": 7}, run_dir=tmp_path))
+    with pytest.raises(CheckpointError, match=r"epochs: 6 then, 7 now\); give another run_dir"):
+        method.train(start(), Training(problem(), **{**settings, "epochs": 7}, run_dir=tmp_path))
+    with pytest.raises(CheckpointError, match=r"sparsity: 0\.8 then, 0\.5 now"):
+        replace(method, sparsity=0.5).train(start(), Training(problem(), **settings, run_dir=tmp_path))
+    other = nn.Sequential(nn.Flatten(), nn.Linear(problem()[0][0].numel(), 4))
+    with pytest.raises(CheckpointError, match="is of another network"):
+        method.train(other, Training(problem(), **settings, run_dir=tmp_path))
+    (tmp_path / "rival.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        method.train(start(), Training(problem(), **settings, run_dir=tmp_path))
 
 
 def test_surgery_renews_a_mask_outside_of_a_band():

@@ -44,8 +44,9 @@ class GradualPruning(Method):
     def train(self, model: nn.Module, training: Training) -> Outcome:
         weights = list(named_weights(model, self.include).values())
         ramp = min(max(1, round(self.end * training.epochs)), training.epochs)
-        optimizer, steps = adam(model, self.learning_rate), 0
-        continued = training.go_on(model, optimizer)  # else a weight that begins at zero may learn
+        optimizer = adam(model, self.learning_rate)
+        continued = training.go_on(self, model, optimizer)  # else a weight that begins at zero may learn
+        steps = int(optimizer.state[weights[0]]["step"]) if continued else 0
         masks = [(weight != 0) if continued else torch.ones_like(weight, dtype=torch.bool) for weight in weights]
 
         def cut(done: float) -> None:

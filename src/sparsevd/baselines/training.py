@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from sparsevd.baselines.checkpoint import Checkpoint
 from sparsevd.conversion import preview
-from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
-from sparsevd.files import atomic
+from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.layers.linear import SparseOutputProjection
 from sparsevd.layers.registry import sparse_type
 from sparsevd.training.data import Data, batches, checked, number_of_examples
@@ -105,42 +104,24 @@ class Training:
         self.autocast, self.teacher = autocast, teacher
         self._forward = in_bfloat16(call, "cpu") if autocast else call
         self.spent = 0
-        self._checkpoint = Path(run_dir) / "rival.safetensors" if run_dir is not None else None
+        self._run_dir = run_dir
+        self._checkpoint: Checkpoint | None = None
         self._spent_before = 0  # by the run that is continued
 
-    def go_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-        """Before the first `run` of a method whose whole state is in its network and its one optimizer: put both where
-        an earlier run has left them, if there was one. The epochs that it has spent are then passed over."""
-        if self._checkpoint is None or not self._checkpoint.exists():
+    def go_on(self, method: Method, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Before the first `run` of a method whose whole state is in its network and its one optimizer.
+
+        From now on each epoch leaves a checkpoint in `run_dir`. Where an earlier run has left one, both are put where
+        it was, and the epochs that it has spent will be passed over.
+        """
+        if self._run_dir is None:
             return False
-        state = safetensors.torch.load(self._checkpoint.read_bytes())
-        settings = [int(number) for number in state.pop("settings", torch.zeros(0))]
-        names = {f"network/{name}" for name in model.state_dict()}
-        if settings[:-1] != self._settings() or not names <= state.keys():
-            raise CheckpointError(
-                f"{self._checkpoint} is of a run with other epochs, batch size or seed than {self._settings()}, or of "
-                "another network; give another run_dir"
-            )
-        model.load_state_dict({name.removeprefix("network/"): state[name] for name in names})
-        for place, parameter in enumerate(_trained_by(optimizer)):
-            kind = f"optimizer/{place}/"
-            found = {name.removeprefix(kind): value for name, value in state.items() if name.startswith(kind)}
-            if found:
-                optimizer.state[parameter] = found
-        self._spent_before = settings[-1]
-        return True
-
-    def _settings(self) -> list[int]:
-        return [self.epochs, self.batch_size, self.seed]
-
-    def _save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if self._checkpoint is None:
-            return
-        state = {f"network/{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        for place, parameter in enumerate(_trained_by(optimizer)):
-            state |= {f"optimizer/{place}/{name}": value for name, value in optimizer.state[parameter].items()}
-        state["settings"] = torch.tensor([*self._settings(), self.spent])
-        atomic.write(self._checkpoint, safetensors.torch.save({n: value.contiguous() for n, value in state.items()}))
+        about = {"method": type(method).__name__, **method.settings(), "epochs": self.epochs, "n": self.n}
+        about |= {"batch_size": self.batch_size, "seed": self.seed, "autocast": self.autocast}
+        about["teacher"] = str(self.teacher) if self.teacher is not None else None
+        self._checkpoint = Checkpoint(Path(self._run_dir) / "rival.safetensors", about)
+        self._spent_before = self._checkpoint.put_back(model, optimizer)
+        return self._spent_before > 0
 
     def run(
         self,
@@ -198,13 +179,10 @@ class Training:
                 if not all(parameter.isfinite().all() for parameter in model.parameters()):
                     raise DivergenceError(f"training diverged in epoch {self.spent + 1}; lower the learning rate")
                 self.spent += 1
-                self._save(model, optimizer)
+                if self._checkpoint is not None:
+                    self._checkpoint.write(model, optimizer, self.spent)
                 shown.on_epoch(moment)
         model.eval()
-
-
-def _trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def named_weights(model: nn.Module, include: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
