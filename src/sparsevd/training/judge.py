@@ -179,7 +179,7 @@ class Judge:
         also = also if self._calibrated_limit is not None else ""
         return (
             f"the held-out examples are few for a budget of {points:g} points: the search may use "
-            f"{points - self.withheld:.2g} of them{also}. More examples in val allow more zeros"
+            f"{points - self.withheld:.2g} of it{also}. More examples in val allow more zeros"
         )
 
     def _resolution(self, base: Evaluation) -> float:
