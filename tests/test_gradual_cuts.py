@@ -1,7 +1,9 @@
 """Runs without noise: how many weights go at a look, what a look counts for, and what comes back."""
 
+import copy
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparsevd
+from sparsevd.errors import SparseVDWarning
 from sparsevd.posterior import posteriors
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.gradual_cuts import GradualCuts
@@ -162,8 +165,13 @@ def test_what_was_cut_too_much_comes_back_as_zeros_that_may_learn(dense, monkeyp
         assert (theta[then] != 0).all()
     levels = torch.cat([each.log_sigma2[mask] for each, mask in zip(posteriors(model), back, strict=True)])
     assert (levels == levels[0]).all()  # so that weights go by their size as before
-    state = steered.state_dict()
+    state = copy.deepcopy(steered.state_dict())
     assert steered.problem_of(state) == ""
+    steered._best, steered._good = {}, {}  # so that the network as it is comes back
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparseVDWarning)  # it keeps to nothing
+        steered.finish()
+    assert all(torch.equal(each.alive(), each.theta != 0) for each in posteriors(model))  # what learned nothing is gone
     again = Steering(model, posteriors(model), budget, judge, 1500, noisy=False)
     again.load_state_dict(state)
     for name, value in again.state_dict().items():
@@ -202,12 +210,12 @@ def test_what_has_no_temperature_or_ignores_a_class(loss):
     torch.manual_seed(0)
     x, y = HELD_OUT
     y = y.clone()
-    outputs = 1 if isinstance(loss, sparsevd.Bernoulli) else 2
-    if outputs == 2:
+    net = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 2))
+    if isinstance(loss, sparsevd.Bernoulli):
+        net = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0))  # one label, whole numbers
+    else:
         y[::7] = 255
-    net = nn.Sequential(nn.Linear(30, 8), nn.ReLU(), nn.Linear(8, outputs))
-    target = y[:, None].float() if outputs == 1 else y
-    judge = sparsevd.Budget(max_error_increase=4.0).judge(net, (x, target), loss, strict=True, steady=True)
+    judge = sparsevd.Budget(max_error_increase=4.0).judge(net, (x, y), loss, strict=True, steady=True)
     assert math.isfinite(judge.look(net).rise)
 
 
