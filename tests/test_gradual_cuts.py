@@ -27,51 +27,62 @@ def seen(rise, aim=0.2, budget=0.3):
 def test_the_first_looks_show_what_the_rate_costs_and_nothing_goes():
     cuts = GradualCuts()
     for progress, rise in ((0.0, 0.0), (0.02, 0.6), (0.04, 0.4)):
-        assert cuts.part(seen(rise), progress, 1.0) == 0
+        assert cuts.part(seen(rise), progress, 1.0, uncut=True) == 0
     assert cuts.cost == pytest.approx(0.5)  # the look before the first step does not count
 
 
 def test_it_cuts_while_the_falling_rate_can_bring_it_back():
     cuts = GradualCuts(cost=0.5, looks=2)
-    assert cuts.part(seen(0.54), 0.1, 1.0) == pytest.approx(GradualCuts.CUT)
-    assert cuts.part(seen(0.56), 0.1, 1.0) == 0  # beyond the aim, 0.2, and 0.7 of the cost of the rate
-    assert cuts.part(seen(0.28), 0.5, 0.5) == pytest.approx(GradualCuts.CUT * 0.625)  # a quarter is left of the hope
-    assert cuts.part(seen(0.29), 0.5, 0.5) == 0
-    assert cuts.part(seen(0.2), 0.9, 0.0) == pytest.approx(GradualCuts.CUT / 4)
-    assert cuts.part(seen(0.21), 0.9, 0.0) == 0
+    assert cuts.part(seen(0.69), 0.1, 1.0, uncut=False) == pytest.approx(GradualCuts.CUT)
+    assert cuts.part(seen(0.71), 0.1, 1.0, uncut=False) == 0  # beyond the aim, 0.2, and the cost of the rate
+    assert cuts.part(seen(0.23), 0.5, 0.5, uncut=False) == pytest.approx(GradualCuts.CUT * 0.625)
+    assert cuts.part(seen(0.24), 0.5, 0.5, uncut=False) == 0  # a sixteenth is left of the hope
+    assert cuts.part(seen(0.2), 0.9, 0.0, uncut=False) == pytest.approx(GradualCuts.CUT / 4)
+    assert cuts.part(seen(0.21), 0.9, 0.0, uncut=False) == 0
+    assert cuts.cost == 0.5
+
+
+def test_what_an_uncut_network_has_lost_never_keeps_it_from_being_cut():
+    """A rate that costs more than the budget, for as long as it lasts; it fell too slowly for a smaller hope."""
+    cuts = GradualCuts()
+    rises = [0.6, 0.4, 0.6, 0.5, 0.6, 0.5]
+    parts = [cuts.part(seen(rise, aim=0.05), 0.02 * i, 0.7, uncut=True) for i, rise in enumerate(rises, start=1)]
+    assert parts[:2] == [0, 0]
+    assert any(part > 0 for part in parts[2:])
+    assert cuts.cost == pytest.approx(sum(rises) / len(rises))
 
 
 def test_a_rate_that_seems_to_cost_nothing_leaves_some_hope():
     cuts = GradualCuts(cost=-0.3, looks=2)
-    assert cuts.part(seen(0.2 + 0.7 * GradualCuts.LEAST_COST - 0.01), 0.1, 1.0) > 0
+    assert cuts.part(seen(0.2 + GradualCuts.LEAST_COST - 0.01), 0.1, 1.0, uncut=False) > 0
 
 
 def test_looks_at_a_destroyed_network_do_not_become_hope():
     cuts = GradualCuts()
-    cuts.part(seen(math.inf), 0.02, 1.0)
+    cuts.part(seen(math.inf), 0.02, 1.0, uncut=True)
     assert (cuts.cost, cuts.looks) == (0, 0)
-    cuts.part(seen(8.0), 0.04, 1.0)
+    cuts.part(seen(8.0), 0.04, 1.0, uncut=True)
     assert cuts.cost == 1
 
 
 def test_few_examples_leave_no_hope():
     cuts = GradualCuts(cost=0.5, looks=2)
     kept, missed = (dataclasses.replace(seen(0.1), room=room) for room in (0.0, -1.0))
-    assert cuts.part(kept, 0.1, 1.0, few=True) > 0
-    assert cuts.part(dataclasses.replace(seen(0.25), room=0.0), 0.1, 1.0, few=True) == 0
+    assert cuts.part(kept, 0.1, 1.0, uncut=False, few=True) > 0
+    assert cuts.part(dataclasses.replace(seen(0.25), room=0.0), 0.1, 1.0, uncut=False, few=True) == 0
     for _ in range(GradualCuts.PATIENCE):
-        assert cuts.part(missed, 0.1, 1.0, few=True) == 0
+        assert cuts.part(missed, 0.1, 1.0, uncut=False, few=True) == 0
     assert cuts.goes_back()
 
 
 def test_it_goes_back_after_long_waiting_beyond_the_budget_itself():
     cuts = GradualCuts(cost=0.5, looks=2)
     for _ in range(3 * GradualCuts.PATIENCE):  # more than it aims at, but within the budget
-        cuts.part(seen(0.25), 0.9, 0.0)
+        cuts.part(seen(0.25), 0.9, 0.0, uncut=False)
         assert not cuts.goes_back()
     went = []
     for _ in range(2 * GradualCuts.PATIENCE):
-        cuts.part(seen(0.35), 0.9, 0.0)
+        cuts.part(seen(0.35), 0.9, 0.0, uncut=False)
         went.append(cuts.goes_back())
     assert [place for place, back in enumerate(went, start=1) if back] == [4, 8]
 

@@ -307,7 +307,7 @@ class Steering:
             self.rate_factor /= 2
             self._cuts = GradualCuts()
             return
-        part = self._cuts.part(verdict, progress, decayed, few)
+        part = self._cuts.part(verdict, progress, decayed, uncut=not self._rungs, few=few)
         if progress >= 1:
             return
         if part:
