@@ -23,8 +23,8 @@ class GradualCuts:
     ROUND: ClassVar[float] = 0.02  # of the run, from one look to the next
     FIRST_CUT: ClassVar[float] = 0.05  # of the run: the looks before show what the rate costs ...
     LEAST_COST: ClassVar[float] = 0.1  # ... and it counts as so much of a collapse at least
-    # Chosen on a ResNet-8. With 0.7 of the cost, and its square, a ResNet-20 whose rate cost more than its budget was
-    # hardly cut in the first half of its run (experiments/results/budget_trials.json).
+    # With 0.7 of the cost and the square, a ResNet-20 whose rate costs more than its budget was hardly cut in half of
+    # its run; with all of it and the square it was cut too far (experiments/results/budget_trials.json).
     POWER: ClassVar[int] = 4
     CUT: ClassVar[float] = 0.13  # of the weights, at the first rate; a low rate brings back less at a time
     PATIENCE: ClassVar[int] = 4  # rounds in which it was hoped for more than came
