@@ -248,6 +248,8 @@ def test_settings_are_checked():
         sparsevd.FitConfig(variance_dtype="float16")
     with pytest.raises(ArgumentError, match="variance_dtype"):
         sparsevd.sparsify(nn.Linear(2, 2), variance_dtype=torch.int8)
+    with pytest.raises(ArgumentError, match="contradict each other"):
+        sparsevd.FitConfig(variance_dtype="float32", autocast=True)
     model = network()
     config = dataclasses.replace(sparsevd.FitConfig(epochs=1), variance_dtype="bfloat16")
     sparsevd.fit(model, problem(), None, config, progress=False)

@@ -92,6 +92,11 @@ class FitConfig:
         for name in ("contract", "channels_last", "autocast"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.autocast and self.variance_dtype == "float32":
+            raise ArgumentError(
+                "variance_dtype='float32' and autocast=True contradict each other: autocast computes the variance "
+                "product in bfloat16 too; leave one of them out"
+            )
         if self.noise is not None and not isinstance(self.noise, bool):
             raise ArgumentError(f"noise={self.noise!r} must be True, False or None")
         if self.decay not in DECAYS:
