@@ -42,6 +42,17 @@ def test_it_cuts_while_the_falling_rate_can_bring_it_back():
     assert cuts.cost == 0.5
 
 
+def test_it_waits_longer_before_it_goes_back_than_before_it_cuts():
+    """At 0.7 of the rate, half of its cost may come back, but cuts hope for a quarter of it."""
+    cuts = GradualCuts(cost=0.5, looks=2)
+    for _ in range(2 * GradualCuts.PATIENCE):
+        assert cuts.part(seen(0.45), 0.3, 0.7, uncut=False) == 0
+        assert not cuts.goes_back()
+    for _ in range(GradualCuts.PATIENCE):
+        cuts.part(seen(0.56), 0.3, 0.7, uncut=False)
+    assert cuts.goes_back()
+
+
 def test_what_an_uncut_network_has_lost_never_keeps_it_from_being_cut():
     """A rate that costs more than the budget, for as long as it lasts; it fell too slowly for a smaller hope."""
     cuts = GradualCuts()

@@ -13,6 +13,7 @@ import sparsevd
 from sparsevd.posterior import posteriors
 from sparsevd.posterior.posterior import BELOW_WEIGHTS
 from sparsevd.training import start
+from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.inputs import call
 from sparsevd.training.recipes import LEARNING_RATE
 from sparsevd.training.task import Task
@@ -183,3 +184,22 @@ def test_with_a_budget_a_network_that_cannot_lose_its_smallest_weights_has_no_no
             assert start.begin(task, config).config.noise is None
             assert start.begin(task, config, sparsevd.Budget(max_bytes=99)).config.noise is None
         assert all(torch.equal(each.theta, theta) for each, theta in zip(posteriors(model), before, strict=True))
+
+
+def test_without_noise_the_rate_may_harm_held_out_data_a_little(trained, fragile):
+    """By 0.4 of its error and a standard error, √(0.1 · 1000) / 1000 = 1 % where 10 % of 1,000 examples are wrong."""
+    examples = [(X, Y)]
+    harm = start._Harm(examples, Evaluation(0.3, 10.0), start.BEARABLE)
+    assert not harm.is_done(Evaluation(0.3, 14.9))
+    assert harm.is_done(Evaluation(0.3, 15.1))
+    assert start._Harm(examples, Evaluation(0.3, 10.0)).is_done(Evaluation(0.3, 13.1))  # else a collapse counts
+
+    config = dataclasses.replace(CONFIG, noise=False)
+    rates = {}
+    for name, net in (("trained", trained), ("fragile", fragile)):
+        model = sparsevd.sparsify(net)
+        task = Task(model, (X, Y), (X[:500], Y[:500]), config, F.cross_entropy, call, None, None)
+        found = start.begin(task, config, sparsevd.Budget(max_error_increase=1.0))
+        rates[name] = found.config.learning_rate
+        assert ("little harm to the held-out data" in found.text) is (rates[name] < LEARNING_RATE)
+    assert rates["fragile"] < rates["trained"]

@@ -2,9 +2,10 @@
 
 A cut costs at first, and training brings most of that back while the rate falls. So what a look shows is compared with
 what the search aims at plus what is still hoped for. That hope is measured: the looks before any cut show what the rate
-alone costs, and all of that comes back. From the first cut on the hope falls with the fourth power of what is left of
-the rate, faster than the cost of the rate itself (which falls with its square on a ResNet-8): what was cut in the
-middle of a run has little time left to heal. Where it was hoped for in vain, what went last comes back.
+alone costs, and all of that comes back. From the first cut on, the cost of the rate falls with the square of what is
+left of it (seen on a ResNet-8), and where more than that is lost for long, what went last comes back. Cuts need more
+than that: what is cut in the middle of a run has little time left to heal, so that their hope falls with its square
+once more.
 
 It knows numbers only; `steering` cuts.
 """
@@ -23,9 +24,11 @@ class GradualCuts:
     ROUND: ClassVar[float] = 0.02  # of the run, from one look to the next
     FIRST_CUT: ClassVar[float] = 0.05  # of the run: the looks before show what the rate costs ...
     LEAST_COST: ClassVar[float] = 0.1  # ... and it counts as so much of a collapse at least
-    # With 0.7 of the cost and the square, a ResNet-20 whose rate costs more than its budget was hardly cut in half of
-    # its run; with all of it and the square it was cut too far (experiments/results/budget_trials.json).
-    POWER: ClassVar[int] = 4
+    # Of what is left of the rate. With 0.7 of the cost and the square for both, a ResNet-20 whose rate costs more than
+    # its budget was hardly cut in half of its run; with all of the cost it was cut too far; with the fourth power for
+    # both, what was cut came back too soon (experiments/results/budget_trials.json).
+    HOPE_BEFORE_GOING_BACK: ClassVar[int] = 2
+    HOPE_FOR_CUTS: ClassVar[int] = 4
     CUT: ClassVar[float] = 0.13  # of the weights, at the first rate; a low rate brings back less at a time
     PATIENCE: ClassVar[int] = 4  # rounds in which it was hoped for more than came
 
@@ -44,10 +47,11 @@ class GradualCuts:
             self.cost += (min(verdict.rise, 1.0) - self.cost) / self.looks
         if progress < self.FIRST_CUT:
             return 0.0
-        left = 1.0 if uncut else decayed**self.POWER
-        hope = 0.0 if few else max(self.cost, self.LEAST_COST) * left
-        self.in_vain = self.in_vain + 1 if verdict.beyond > hope or (few and not verdict.keeps) else 0
-        cuts = verdict.excess <= hope and (verdict.keeps or not few)
+        hope = 0.0 if few else max(self.cost, self.LEAST_COST)
+        lost = verdict.beyond > hope * decayed**self.HOPE_BEFORE_GOING_BACK or (few and not verdict.keeps)
+        self.in_vain = self.in_vain + 1 if lost else 0
+        left = 1.0 if uncut else decayed**self.HOPE_FOR_CUTS
+        cuts = verdict.excess <= hope * left and (verdict.keeps or not few)
         return self.CUT * (0.25 + 0.75 * decayed) if cuts else 0.0
 
     def goes_back(self) -> bool:
