@@ -46,7 +46,7 @@ SUPERFLUOUS = 0.6
 # by 0.3 of itself at the best rate for a ResNet-8 at 75 % zeros, and by 0.2 and 0.7 at a good rate and at a bad one for
 # a ResNet-20. Where there is no error, the rate is so many times the one that does no harm, as found on friedman1
 # (experiments/results/budget_trials.json).
-BEARABLE, BOLD = 0.4, 2
+BEARABLE, BOLD = 0.4, 4
 HELD_OUT_BATCHES = 20  # to measure on
 DROWNED = 0.12  # of a layer's weights beyond the threshold before any training: the first noise is too large then
 # What log σ² should be able to rise by in a run, and how far a step may take it.
