@@ -248,8 +248,13 @@ def test_settings_are_checked():
         sparsevd.FitConfig(variance_dtype="float16")
     with pytest.raises(ArgumentError, match="variance_dtype"):
         sparsevd.sparsify(nn.Linear(2, 2), variance_dtype=torch.int8)
-    with pytest.raises(ArgumentError, match="contradict each other"):
-        sparsevd.FitConfig(variance_dtype="float32", autocast=True)
+    for model, dtype in (
+        (sparsevd.sparsify(nn.Linear(2, 2), variance_dtype=torch.float32), None),
+        (sparsevd.sparsify(nn.Linear(2, 2)), "float32"),
+    ):
+        config = sparsevd.FitConfig(epochs=1, variance_dtype=dtype, autocast=True)
+        with pytest.raises(ArgumentError, match="contradict each other"):
+            sparsevd.fit(model, (torch.randn(8, 2), torch.arange(8) % 2), None, config, progress=False)
     model = network()
     config = dataclasses.replace(sparsevd.FitConfig(epochs=1), variance_dtype="bfloat16")
     sparsevd.fit(model, problem(), None, config, progress=False)

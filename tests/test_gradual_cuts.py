@@ -27,73 +27,74 @@ def seen(rise, aim=0.2, budget=0.3):
 def test_the_first_looks_show_what_the_rate_costs_and_nothing_goes():
     cuts = GradualCuts()
     for progress, rise in ((0.0, 0.0), (0.02, 0.6), (0.04, 0.4)):
-        assert cuts.part(seen(rise), progress, 1.0, uncut=True) == 0
+        assert cuts.part(seen(rise), progress, 1.0) == 0
     assert cuts.cost == pytest.approx(0.5)  # the look before the first step does not count
 
 
 def test_it_cuts_while_the_falling_rate_can_bring_it_back():
-    cuts = GradualCuts(cost=0.5, looks=2)
-    assert cuts.part(seen(0.69), 0.1, 1.0, uncut=False) == pytest.approx(GradualCuts.CUT)
-    assert cuts.part(seen(0.71), 0.1, 1.0, uncut=False) == 0  # beyond the aim, 0.2, and the cost of the rate
-    assert cuts.part(seen(0.23), 0.5, 0.5, uncut=False) == pytest.approx(GradualCuts.CUT * 0.625)
-    assert cuts.part(seen(0.24), 0.5, 0.5, uncut=False) == 0  # a sixteenth is left of the hope
-    assert cuts.part(seen(0.2), 0.9, 0.0, uncut=False) == pytest.approx(GradualCuts.CUT / 4)
-    assert cuts.part(seen(0.21), 0.9, 0.0, uncut=False) == 0
+    cuts = GradualCuts(cost=0.5, looks=2, has_cut=True)
+    assert cuts.part(seen(0.69), 0.1, 1.0) == pytest.approx(GradualCuts.CUT)
+    assert cuts.part(seen(0.71), 0.1, 1.0) == 0  # beyond the aim, 0.2, and the cost of the rate
+    assert cuts.part(seen(0.23), 0.5, 0.5) == pytest.approx(GradualCuts.CUT * 0.625)
+    assert cuts.part(seen(0.24), 0.5, 0.5) == 0  # a sixteenth is left of the hope
+    assert cuts.part(seen(0.2), 0.9, 0.0) == pytest.approx(GradualCuts.CUT / 4)
+    assert cuts.part(seen(0.21), 0.9, 0.0) == 0
     assert cuts.cost == 0.5
 
 
 def test_it_waits_longer_before_it_goes_back_than_before_it_cuts():
     """At 0.7 of the rate, half of its cost may come back, but cuts hope for a quarter of it."""
-    cuts = GradualCuts(cost=0.5, looks=2)
+    cuts = GradualCuts(cost=0.5, looks=2, has_cut=True)
     for _ in range(2 * GradualCuts.PATIENCE):
-        assert cuts.part(seen(0.45), 0.3, 0.7, uncut=False) == 0
+        assert cuts.part(seen(0.45), 0.3, 0.7) == 0
         assert not cuts.goes_back()
     for _ in range(GradualCuts.PATIENCE):
-        cuts.part(seen(0.56), 0.3, 0.7, uncut=False)
+        cuts.part(seen(0.56), 0.3, 0.7)
     assert cuts.goes_back()
 
 
 def test_what_an_uncut_network_has_lost_never_keeps_it_from_being_cut():
     """A rate that costs more than the budget, for as long as it lasts; it fell too slowly for a smaller hope."""
     cuts = GradualCuts()
-    rises = [0.6, 0.4, 0.6, 0.5, 0.6, 0.5]
-    parts = [cuts.part(seen(rise, aim=0.05), 0.02 * i, 0.7, uncut=True) for i, rise in enumerate(rises, start=1)]
-    assert parts[:2] == [0, 0]
-    assert any(part > 0 for part in parts[2:])
+    rises = [0.6, 0.4, 0.6, 0.5]
+    parts = [cuts.part(seen(rise, aim=0.05), 0.02 * i, 0.7) for i, rise in enumerate(rises, start=1)]
+    assert [part > 0 for part in parts] == [False, False, False, True]
     assert cuts.cost == pytest.approx(sum(rises) / len(rises))
+    assert cuts.part(seen(0.5, aim=0.05), 0.1, 0.7) == 0  # from now on it is what the cut has cost
+    assert cuts.looks == len(rises)
 
 
 def test_a_rate_that_seems_to_cost_nothing_leaves_some_hope():
-    cuts = GradualCuts(cost=-0.3, looks=2)
-    assert cuts.part(seen(0.2 + GradualCuts.LEAST_COST - 0.01), 0.1, 1.0, uncut=False) > 0
+    cuts = GradualCuts(cost=-0.3, looks=2, has_cut=True)
+    assert cuts.part(seen(0.2 + GradualCuts.LEAST_COST - 0.01), 0.1, 1.0) > 0
 
 
 def test_looks_at_a_destroyed_network_do_not_become_hope():
     cuts = GradualCuts()
-    cuts.part(seen(math.inf), 0.02, 1.0, uncut=True)
+    cuts.part(seen(math.inf), 0.02, 1.0)
     assert (cuts.cost, cuts.looks) == (0, 0)
-    cuts.part(seen(8.0), 0.04, 1.0, uncut=True)
+    cuts.part(seen(8.0), 0.04, 1.0)
     assert cuts.cost == 1
 
 
 def test_few_examples_leave_no_hope():
-    cuts = GradualCuts(cost=0.5, looks=2)
+    cuts = GradualCuts(cost=0.5, looks=2, has_cut=True)
     kept, missed = (dataclasses.replace(seen(0.1), room=room) for room in (0.0, -1.0))
-    assert cuts.part(kept, 0.1, 1.0, uncut=False, few=True) > 0
-    assert cuts.part(dataclasses.replace(seen(0.25), room=0.0), 0.1, 1.0, uncut=False, few=True) == 0
+    assert cuts.part(kept, 0.1, 1.0, few=True) > 0
+    assert cuts.part(dataclasses.replace(seen(0.25), room=0.0), 0.1, 1.0, few=True) == 0
     for _ in range(GradualCuts.PATIENCE):
-        assert cuts.part(missed, 0.1, 1.0, uncut=False, few=True) == 0
+        assert cuts.part(missed, 0.1, 1.0, few=True) == 0
     assert cuts.goes_back()
 
 
 def test_it_goes_back_after_long_waiting_beyond_the_budget_itself():
-    cuts = GradualCuts(cost=0.5, looks=2)
+    cuts = GradualCuts(cost=0.5, looks=2, has_cut=True)
     for _ in range(3 * GradualCuts.PATIENCE):  # more than it aims at, but within the budget
-        cuts.part(seen(0.25), 0.9, 0.0, uncut=False)
+        cuts.part(seen(0.25), 0.9, 0.0)
         assert not cuts.goes_back()
     went = []
     for _ in range(2 * GradualCuts.PATIENCE):
-        cuts.part(seen(0.35), 0.9, 0.0, uncut=False)
+        cuts.part(seen(0.35), 0.9, 0.0)
         went.append(cuts.goes_back())
     assert [place for place, back in enumerate(went, start=1) if back] == [4, 8]
 
@@ -201,6 +202,27 @@ def test_what_was_cut_too_much_comes_back_as_zeros_that_may_learn(dense, monkeyp
     assert "does not say of each weight" in steered.problem_of(state | {"rung0/0.weight": torch.zeros(2)})
 
 
+def test_a_network_whose_cuts_all_came_back_is_no_uncut_one(dense, monkeypatch):
+    """Near the end of a run there is no hope left; it would be cut at once again for all that the rate once cost."""
+    model = sparsevd.sparsify(dense)
+    budget = sparsevd.Budget(max_error_increase=4.0)
+    judge = budget.judge(dense, HELD_OUT, strict=True, steady=True)
+    steered = Steering(model, posteriors(model), budget, judge, 1500, noisy=False)
+    steered.begin()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def zeros_after(rise, progress):
+        monkeypatch.setattr(Judge, "look", lambda self, network: seen(rise))
+        steered.look(progress, 0.1, optimizer)
+        return sum(int((~each.alive()).sum()) for each in posteriors(model))
+
+    assert zeros_after(0.0, 0.1) > 0
+    for _ in range(GradualCuts.PATIENCE):
+        back = zeros_after(5.0, 0.8)
+    assert back == 0
+    assert zeros_after(0.25, 0.9) == 0  # 0.2 is what it aims at, and the cost was 0.1
+
+
 def test_the_reserve_of_the_error_is_none_of_the_loss(dense):
     budget = sparsevd.Budget(max_error_increase=50.0, max_loss_increase=0.01)
     judge = budget.judge(dense, HELD_OUT, strict=True, steady=True)
@@ -239,6 +261,15 @@ def test_what_has_no_temperature_or_ignores_a_class(loss):
         y[::7] = 255
     judge = sparsevd.Budget(max_error_increase=4.0).judge(net, (x, y), loss, strict=True, steady=True)
     assert math.isfinite(judge.look(net).rise)
+
+
+def test_a_rate_may_cost_a_part_of_the_error_before_the_first_cut(dense):
+    judge = sparsevd.Budget(max_error_increase=1.0).judge(dense, HELD_OUT, strict=True, steady=True)
+    for base, found, destroyed in ((5.0, 7.9, False), (5.0, 8.1, True), (20.0, 27.9, False), (20.0, 28.1, True)):
+        judge.compare_with(Evaluation(0.1, base), None)
+        verdict = Verdict(Evaluation(0.1, found), 0.0, (found - base) / 3, 0.0, 0.0, 0.0)
+        assert judge.is_destroyed(verdict) is destroyed
+    assert judge.is_destroyed(Verdict(Evaluation(math.nan, 25.0), 0.0, 2.0, 0.0, 0.0, 0.0))
 
 
 def test_a_rate_that_destroys_is_halved(dense):

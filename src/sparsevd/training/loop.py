@@ -313,6 +313,11 @@ class Loop:
         if self.config.autocast and self.task.device.type == "cpu" and not multiplies_bfloat16():
             self._say("note: this CPU has no instructions for bfloat16, so autocast makes training slower here")
         choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
+        if self.config.autocast and any(p.layer.variance_dtype is torch.float32 for p in self.schedule.posteriors):
+            raise ArgumentError(
+                "variance_dtype=float32 and autocast=True contradict each other: autocast computes the variance "
+                "product in bfloat16 too; leave one of them out"
+            )
         if self._find_zeros is not None:
             self._zeros = self._find_zeros(self.model)
             if self._zeros.share > WORTH_A_WORD:

@@ -36,8 +36,8 @@ class FitConfig:
 
     epochs: Annotated[int, "Passes over the training set."] = 40
     batch_size: Annotated[int, "Examples per step."] = 100
-    # None: LEARNING_RATE for a fresh network, else the largest that does one that predicts already no harm, or twice as
-    # much without noise (start.py)
+    # None: LEARNING_RATE for a fresh network, else the largest that does one that predicts already no harm, or, without
+    # noise, little harm (start.py)
     learning_rate: Annotated[
         float | None, "Adam's rate, falling to zero; by default 4e-3, or less for a network that predicts already."
     ] = None
@@ -92,11 +92,6 @@ class FitConfig:
         for name in ("contract", "channels_last", "autocast"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.autocast and self.variance_dtype == "float32":
-            raise ArgumentError(
-                "variance_dtype='float32' and autocast=True contradict each other: autocast computes the variance "
-                "product in bfloat16 too; leave one of them out"
-            )
         if self.noise is not None and not isinstance(self.noise, bool):
             raise ArgumentError(f"noise={self.noise!r} must be True, False or None")
         if self.decay not in DECAYS:

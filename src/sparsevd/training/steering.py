@@ -301,13 +301,13 @@ class Steering:
         few = self._judge.few
         if zeros >= self._best_zeros and (verdict.keeps if few else verdict.beyond <= 0):
             self._best, self._best_zeros = self._snapshot(), zeros
-        if progress < GradualCuts.FIRST_CUT and verdict.damage > 1 and self._good:
+        if progress < GradualCuts.FIRST_CUT and self._judge.is_destroyed(verdict) and self._good:
             self._put_back(self._good)  # the rate alone destroys it
             _forget(optimizer)
             self.rate_factor /= 2
             self._cuts = GradualCuts()
             return
-        part = self._cuts.part(verdict, progress, decayed, uncut=not self._rungs, few=few)
+        part = self._cuts.part(verdict, progress, decayed, few)
         if progress >= 1:
             return
         if part:
@@ -400,7 +400,7 @@ class Steering:
         target = math.nan if self._target is None else self._target
         numbers = [self._log_beta, self.rate_factor, float(self.learning), self._next, float(self._beyond)]
         numbers += [self._cut, target, self._first, self._best_zeros, self._learns_until, *self._mark]
-        numbers += [self._cuts.cost, float(self._cuts.looks), float(self._cuts.in_vain)]
+        numbers += [self._cuts.cost, float(self._cuts.looks), float(self._cuts.in_vain), float(self._cuts.has_cut)]
         numbers += self._judge.worth if self._judge is not None else (0.0, 0.0)
         state = {"steering": torch.tensor(numbers, dtype=torch.float64)}
         if self._judge is not None:
@@ -417,22 +417,22 @@ class Steering:
         self._log_beta, self.rate_factor, learning, self._next, beyond = numbers[:5]
         self._cut, target, self._first, self._best_zeros, self._learns_until = numbers[5:10]
         self._mark = (numbers[10], numbers[11], numbers[12])
-        self._cuts = GradualCuts(numbers[13], int(numbers[14]), int(numbers[15]))
+        self._cuts = GradualCuts(numbers[13], int(numbers[14]), int(numbers[15]), bool(numbers[16]))
         self.learning, self._beyond = bool(learning), int(beyond)
         self._target = None if math.isnan(target) else target
         if self._judge is not None:
             known = [None if math.isnan(value) else value for value in state["reference"].tolist()]
             loss = math.nan if known[0] is None else known[0]
             self._judge.compare_with(Evaluation(loss, *known[1:3]), known[3])
-            self._judge.worth = (numbers[16], numbers[17])
+            self._judge.worth = (numbers[17], numbers[18])
         self._good, self._best = _network_in(state, "good/"), _network_in(state, "best/")
         self._rungs = [_network_in(state, kind) for kind in _rungs_in(state)]
 
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
-        if not isinstance(numbers, Tensor) or numbers.shape != (18,) or numbers.dtype is not _DOUBLE:
-            return "it lacks the eighteen numbers of a run with a budget"
+        if not isinstance(numbers, Tensor) or numbers.shape != (19,) or numbers.dtype is not _DOUBLE:
+            return "it lacks the nineteen numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
