@@ -75,7 +75,7 @@ TASKS = {
         64,
         TextLSTM,
         (Dense(0.5, 6), Dense(0.3, 6), Dense(0.5, 10)),
-        (Sparse(0.3, 12), Sparse(1.0, 12), Sparse(1.0, 40)),
+        (Sparse(0.1, 40), Sparse(0.3, 40), Sparse(0.03, 40)),
     ),
     "encoder": Task(
         "r52",
