@@ -160,13 +160,19 @@ def test_a_metric_of_the_users_is_measured_beside_the_temperatures(dense):
     assert judge.look(dense).evaluation.metric == pytest.approx(judge.base.metric)
 
 
-def test_what_was_cut_too_much_comes_back_as_zeros_that_may_learn(dense, monkeypatch):
+def without_noise(dense):
+    """A run that has begun."""
     model = sparsevd.sparsify(dense)
     budget = sparsevd.Budget(max_error_increase=4.0)
     judge = budget.judge(dense, HELD_OUT, strict=True, steady=True)
     steered = Steering(model, posteriors(model), budget, judge, 1500, noisy=False)
     steered.begin()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, budget, judge, steered, optimizer
+
+
+def test_what_was_cut_too_much_comes_back_as_zeros_that_may_learn(dense, monkeypatch):
+    model, budget, judge, steered, optimizer = without_noise(dense)
 
     def look(rise, progress):
         monkeypatch.setattr(Judge, "look", lambda self, network: seen(rise))
@@ -204,12 +210,7 @@ def test_what_was_cut_too_much_comes_back_as_zeros_that_may_learn(dense, monkeyp
 
 def test_a_network_whose_cuts_all_came_back_is_no_uncut_one(dense, monkeypatch):
     """Near the end of a run there is no hope left; it would be cut at once again for all that the rate once cost."""
-    model = sparsevd.sparsify(dense)
-    budget = sparsevd.Budget(max_error_increase=4.0)
-    judge = budget.judge(dense, HELD_OUT, strict=True, steady=True)
-    steered = Steering(model, posteriors(model), budget, judge, 1500, noisy=False)
-    steered.begin()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, _, _, steered, optimizer = without_noise(dense)
 
     def zeros_after(rise, progress):
         monkeypatch.setattr(Judge, "look", lambda self, network: seen(rise))
