@@ -41,6 +41,7 @@ RUNS = Path("runs/pronunciation")
 PADDING = END = 0  # after the last letter or phoneme: no input, but a class to predict
 TEST = HELD_OUT = 10  # one of so many words, and then one of so many training words
 SPLIT_SEED = 0
+TRIALS = "trials"  # where their checkpoints lie; there held-out words are watched, test words are shown to no training
 BATCH = 256  # words
 LONGEST = 40  # phonemes that greedy decoding may take; the longest word has 28
 
@@ -222,7 +223,7 @@ def trained_dense(
     torch.manual_seed(seed)
     model = Speller(*sizes, dropout=setting.dropout)
     data, n = loader(train, model.start)
-    watched, _ = loader(measured, model.start)
+    watched = loader(measured, model.start)[0] if place == TRIALS else None
     config = sparsevd.FitConfig(epochs=setting.epochs, learning_rate=setting.rate, autocast=True, seed=seed)
     folder = RUNS / place / setting.name()
     history = sparsevd.fit_dense(model, data, watched, config, n_train=n, run_dir=folder, resume=True)
@@ -235,7 +236,7 @@ def trained_sparse(
     """Sparse VD from a dense network: what is left of it, and seconds."""
     train, measured = words
     data, n = loader(train, dense.start)
-    watched, _ = loader(measured, dense.start)
+    watched = loader(measured, dense.start)[0] if place == TRIALS else None
     model = sparsevd.sparsify(dense)
     history = sparsevd.fit(
         model,
@@ -283,13 +284,13 @@ def trials(most: int, records: Records) -> None:
     words = parted(everything, HELD_OUT)
     for setting in DENSE[:most]:
         if not records.find(kind="trial", method="dense", setting=asdict(setting)):
-            model, seconds = trained_dense(setting, words, tuple(sizes), 0, "trials")
+            model, seconds = trained_dense(setting, words, tuple(sizes), 0, TRIALS)
             found = {"error": round(mistakes(model, words[1]).mean().item(), 3), "seconds": round(seconds, 1)}
             records.add(kind="trial", method="dense", setting=asdict(setting), seed=0, **found)
-    dense, _ = trained_dense(Dense(**best(records, "dense")), words, tuple(sizes), 0, "trials")
+    dense, _ = trained_dense(Dense(**best(records, "dense")), words, tuple(sizes), 0, TRIALS)
     for setting in SPARSE[:most]:
         if not records.find(kind="trial", method="sparse", setting=asdict(setting)):
-            pruned, seconds = trained_sparse(setting, dense, words, 0, "trials")
+            pruned, seconds = trained_sparse(setting, dense, words, 0, TRIALS)
             found = described(pruned, dense, words[1])
             records.add(
                 kind="trial", method="sparse", setting=asdict(setting), seed=0, **found, seconds=round(seconds, 1)
