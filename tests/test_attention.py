@@ -17,7 +17,7 @@ from sparsevd.errors import ArgumentError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES
 from sparsevd.layers.attention import SparseMultiheadAttention
 from sparsevd.layers.linear import SparseOutputProjection
-from sparsevd.posterior import posteriors
+from sparsevd.posterior import posteriors, switch_noise
 from sparsevd.training.progress import Callback
 
 WIDTH, HEADS, BATCH, TARGETS, SOURCES = 8, 2, 3, 4, 5
@@ -229,6 +229,28 @@ def test_wrong_masks_are_refused_in_training_too():
         model(*given, key_padding_mask=torch.zeros(1, SOURCES))
     with pytest.raises(ArgumentError, match="give attn_mask too"):
         model(*given, is_causal=True)
+    with pytest.raises(ArgumentError, match=r"a mask is of torch.int64; it must be of bool, True where"):
+        model(*given, key_padding_mask=torch.ones(BATCH, SOURCES, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match="have 3, 1 and 1 examples, of 4, 5 and 5 places"):
+        model(given[0], given[1][:1], given[2][:1])
+
+
+def test_added_keys_and_values_are_biases():
+    """They have three axes, of which two are of size 1."""
+    model = whole(plain("self", add_bias_kv=True))
+    assert model.bias_k.ndim == 3
+    assert sparsevd.summary(model).dense == ()
+    groups = sparsevd.parameter_groups(model, 1e-2, weight_decay=0.1)
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.0]
+    assert model.bias_k in set(groups[0]["params"])
+
+
+def test_dropout_that_is_kept_acts_where_the_noise_is_off():
+    model = whole(plain("self", dropout=0.5), keep_dropout=True).train()
+    given = inputs("self")
+    switch_noise(model, False)
+    assert not torch.allclose(model(*given)[0], model(*given)[0])
+    same(model.eval()(*given), model(*given), torch.equal)
 
 
 def test_dropout_that_is_kept_acts_in_training():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import sparsevd
-from sparsevd.errors import ArgumentError
+from sparsevd.errors import ArgumentError, SparseVDWarning
 from sparsevd.posterior import posteriors
 from sparsevd.training import contraction
 from sparsevd.training.progress import Callback
@@ -177,6 +177,28 @@ def test_a_weight_that_another_module_reads_stays_whole():
     layers[0].drop(torch.ones_like(layers[0].theta, dtype=torch.bool))
     with contraction.contracted(sparse, layers, torch.optim.Adam(sparse.parameters())):
         assert layers[0].theta.shape == (16, 12)
+
+
+class ReadTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return nn.functional.linear(self.fc(x), self.fc.weight)
+
+
+def test_a_weight_that_a_forward_reads_by_itself_stays_whole():
+    with pytest.warns(SparseVDWarning, match="read elsewhere: fc"):
+        model = sparsevd.sparsify(ReadTwice())
+    layers = posteriors(model)
+    gone = torch.zeros(6, 6, dtype=torch.bool)
+    gone[:4] = True
+    layers[0].drop(gone)
+    x = torch.randn(3, 6)
+    before = model.eval()(x)
+    with contraction.contracted(model, layers, torch.optim.Adam(model.parameters())):
+        torch.testing.assert_close(model(x), before)
 
 
 def test_a_layer_without_any_weight_gives_its_bias():

@@ -356,6 +356,47 @@ def test_a_weight_that_a_forward_reads_by_itself_is_named():
     assert not preview(Encoder()).remarks()  # torch's own readers are kept off their paths
 
 
+class ReadsMany(nn.Module):
+    """Weights of other names, in a list, in a dictionary, and by a method that its forward calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.attention = nn.GRUCell(4, 4), nn.MultiheadAttention(4, 2)
+        self.stack = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.named = nn.ModuleDict({"last": nn.Linear(4, 4), "free": nn.Linear(4, 4)})
+
+    def forward(this, x):  # noqa: N805
+        x = F.linear(this.named["free"](x), this.cell.weight_ih[:4]) @ this.attention.in_proj_weight[:4]
+        return this.end(F.linear(x, this.stack[1].weight))
+
+    def end(self, x):
+        return F.linear(self.stack[0](x), self.named["last"].weight) + self.cell.bias_ih.sum()
+
+
+def test_weights_that_a_forward_reads_are_found_by_any_name():
+    found = preview(ReadsMany()).read_elsewhere
+    assert set(found) == {"cell", "attention", "stack.1", "named.last"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_network_with_a_script_module_is_converted():
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)))
+    with pytest.warns(SparseVDWarning, match="left dense: 1: RecursiveScriptModule"):
+        model = sparsevd.sparsify(model)
+    assert model(torch.randn(2, 3)).shape == (2, 3)
+
+
+def test_what_an_owner_put_on_a_layer_stays_there():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Embedding(4, 2), nn.LSTM(2, 2))
+    for module in model:
+        module.scale = 2.0
+    sparse = sparsevd.sparsify(model)
+    back = sparsevd.prune(sparse)
+    assert [module.scale for module in sparse] == [module.scale for module in back] == [2.0] * 3
+    assert (sparse[1].max_norm, sparse[1].sparse, sparse[2].mode) == (None, False, "LSTM")
+    assert [set(vars(one)) for one in back] == [set(vars(one)) for one in model]
+
+
 def test_embeddings_that_cannot_be_converted_are_named():
     vectors = torch.ones(4, 3)
     model = nn.ModuleDict(

@@ -352,6 +352,68 @@ def test_a_loop_of_ones_own():
     assert (model.eval()(tokens).argmax(1) == answers).float().mean() > 0.9
 
 
+class StepByStep(nn.Module):
+    """A cell in a loop, and a layer that is called for each step: what it computed with at each is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 6)
+        self.cell, self.rnn = nn.LSTMCell(6, 5), nn.GRU(5, 5)
+        self.head = nn.Linear(5, 2)
+        self.samples: list[list[torch.Tensor]] = []
+
+    def forward(self, tokens):
+        state, memory = None, None
+        weights = []
+        for step in self.embed(tokens).unbind(1):
+            weights += [each.drawn()["weight_ih"] for each in [self.cell] if hasattr(each, "drawn")]
+            state = self.cell(step, state)
+            output, memory = self.rnn(state[0].unsqueeze(0), memory)
+        self.samples.append(weights)
+        return self.head(output[0])
+
+
+def test_a_pass_of_fit_has_one_sample_of_a_cell_and_the_next_another():
+    tokens, answers = (each[:40] for each in sequences())
+    model = sparsevd.sparsify(StepByStep())
+    seen = model.samples
+
+    def check(passes):
+        assert len(seen) >= passes
+        for weights in seen[:passes]:
+            assert all(each is weights[0] for each in weights)
+        assert not torch.equal(seen[0][0], seen[1][0])
+        seen.clear()
+
+    config = sparsevd.FitConfig(epochs=1, batch_size=10, learning_rate=1e-2)
+    sparsevd.fit(model, (tokens, answers), config=config, progress=False)
+    check(4)
+    optimizer = torch.optim.Adam(sparsevd.parameter_groups(model.train(), 1e-2))
+    attached = sparsevd.attach(optimizer, model, n_train=40, total_steps=3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), answers).backward()
+        optimizer.step()
+    check(3)
+    attached.detach()
+    model(tokens)
+    assert seen[0][0] is not seen[0][1]  # nobody holds it
+
+
+def test_one_sample_of_a_loop_of_ones_own():
+    _, cell = twins(nn.GRUCell, {}, noise=0.0)
+    x = torch.ones(2, 3)
+    with sparsevd.one_sample(cell.train()):
+        first = cell(x)
+        assert torch.equal(cell(x), first)
+        (cell(x).sum() + cell(2 * x).sum()).backward()
+    assert cell.log_sigma2_ih.grad.any()
+    with sparsevd.one_sample(cell), pytest.raises(ArgumentError):
+        cell(torch.ones(2, 7))
+    assert not torch.equal(cell(x), cell(x))
+    assert not torch.equal(cell(x), first)
+
+
 def test_copies_and_state_dicts():
     model = sparsevd.sparsify(Remembers()).eval()
     for each in posteriors(model):

@@ -98,7 +98,7 @@ def test_without_noise_weights_go_by_their_size(dense):
         seen: ClassVar = set()
 
         def on_step(self, moment):
-            self.seen |= {module.training for module in sparse}
+            self.seen |= {module.draws_noise for module in sparse}
 
     model = sparsevd.sparsify(dense)
     sparse = [each.layer for each in posteriors(model)]
@@ -362,7 +362,7 @@ def test_noise_is_off_while_it_settles_and_zeros_stay(dense):
 
         def on_step(self, moment):
             alive = [int((each.theta != 0).sum()) for each in posteriors(self.model)]
-            seen.append((moment.progress, self.model[0].training, self.model.training, sum(alive)))
+            seen.append((moment.progress, self.model[0].draws_noise, self.model.training, sum(alive)))
 
     model = sparsevd.sparsify(dense)
     sparsevd.fit(
@@ -386,3 +386,44 @@ def test_learning_ends_where_the_noise_takes_no_more(dense, monkeypatch, left, e
         if steered.learning and steered._learns_until < steering.LEARNING:
             break
     assert steered._learns_until == pytest.approx(ends or steering.LEARNING)
+
+
+class Tied(nn.Module):
+    """One matrix, read forwards by a table and an output layer, beside a layer that its owner keeps in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.frozen, self.out = nn.Embedding(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.out(self.frozen(self.embed(tokens)).relu())
+
+
+def test_without_noise_no_layer_has_any_and_a_frozen_one_never():
+    """Layers that share a weight are asked one by one; modes of training and eval stay the owner's."""
+    torch.manual_seed(0)
+    net = Tied()
+    tokens = torch.arange(600) % 6
+    data = tokens, (tokens + 1) % 6
+    sparsevd.fit_dense(net, data, None, sparsevd.FitConfig(epochs=10, learning_rate=1e-2), progress=False)
+    model = sparsevd.sparsify(net)
+    drawn = []
+
+    def forward(model, x):
+        if model.training:
+            drawn.append([each.draws_noise for each in (model.embed, model.out, model.frozen)])
+            assert [each.training for each in (model.embed, model.out, model.frozen)] == [True, True, False]
+        return model(x)
+
+    for noise in (False, True):
+        drawn.clear()
+        model.train().frozen.eval()
+        config = sparsevd.FitConfig(epochs=6, noise=noise, learning_rate=1e-3)
+        sparsevd.fit(model, data, data, config, budget=sparsevd.Budget(sparsity=0.3), forward=forward, progress=False)
+        if noise is False:
+            assert not any(any(each) for each in drawn)
+        else:  # first with noise, then without
+            assert [True, True, False] in drawn
+            assert drawn[-1] == [False] * 3
+        assert all(each.noise_is_on for each in (model.embed, model.out, model.frozen))

@@ -7,6 +7,7 @@ from sparsevd.conversion import CUTS, prune, sparsify
 from sparsevd.errors import SparseVDError, SparseVDWarning
 from sparsevd.graph import capture
 from sparsevd.graph.compaction import compact
+from sparsevd.layers.recurrent import one_sample
 from sparsevd.layers.registry import register
 from sparsevd.modelfile import load, save
 from sparsevd.moved import keep_old_names
@@ -55,6 +56,7 @@ __all__ = [
     "keep_zeros",
     "kl",
     "load",
+    "one_sample",
     "parameter_groups",
     "plan",
     "polish",

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
-from sparsevd.layers.functional_use import modules_read
+from sparsevd.layers.functional_use import weights_read
 from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import (
@@ -128,8 +128,8 @@ def preview(
         names[read][0]: type(module).__name__
         for module in names
         if module not in kinds  # whose own forward is not called
-        for read in modules_read(module)
-        if read in kinds
+        for read, weight in weights_read(module)
+        if read in kinds and weight in kinds[read].names(read)[0]
     }
     return Conversion(tuple(replaced), tuple(dropout_removed), skipped, tuple(frozen), elsewhere)
 
@@ -207,12 +207,14 @@ def sparsify(
     for name in conversion.dropout_removed:
         module = model.get_submodule(name)
         setattr(module, "p" if type(module) in DROPOUT_TYPES else "dropout", 0.0)  # not Identity: models read p
-    swaps: dict[nn.Module, NoisyModule] = {}
+    swaps: dict[nn.Module, SparseLayer] = {}
     for name in conversion.replaced:
         layer = model.get_submodule(name)
         kind = sparse_type(layer)
         if layer not in swaps and kind is not None:
             swaps[layer] = kind(layer, threshold=threshold, initial_log_sigma2=first, variance_dtype=variance_dtype)
+    for name in conversion.read_elsewhere:
+        swaps[model.get_submodule(name)].read_elsewhere = True
     _tie_noise(swaps.values())
     for posterior in (each for layer in swaps.values() for each in layer.posteriors() if relative):
         posterior.quieten()

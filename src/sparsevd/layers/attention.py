@@ -94,7 +94,7 @@ class SparseMultiheadAttention(SparseLayer):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As for `nn.MultiheadAttention`."""
-        if self.training:
+        if self.draws_noise:
             answer = self._sampled(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         else:
             answer = self._pruned(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
@@ -113,7 +113,7 @@ class SparseMultiheadAttention(SparseLayer):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Torch's own function, with the weights as eval mode uses them."""
+        """Torch's own function, with the weights as eval mode uses them; its dropout acts in training mode."""
         transposed = self.batch_first and query.dim() == 3
         if transposed:  # a tensor given twice stays one: torch then has one product for both
             turned = {id(each): each.transpose(0, 1) for each in (query, key, value)}
@@ -132,10 +132,10 @@ class SparseMultiheadAttention(SparseLayer):
             self.bias_k,
             self.bias_v,
             self.add_zero_attn,
-            0.0,
+            self.dropout,
             last_weight,
             cast(Tensor, last.bias),
-            training=False,
+            training=self.training,
             key_padding_mask=key_padding_mask,
             need_weights=need_weights,
             attn_mask=attn_mask,
@@ -219,6 +219,11 @@ def attend(
     batch = (0 if module.batch_first else 1) if batched else None
     q, k, v = (_heads(module, each, batch) for each in projected)  # [batch, head, place, …]
     n, _, targets, _ = q.shape
+    if not len(k) == len(v) == n or k.shape[2] != v.shape[2]:
+        raise ArgumentError(
+            f"query, key and value have {n}, {len(k)} and {len(v)} examples, of {targets}, {k.shape[2]} and "
+            f"{v.shape[2]} places; examples must be as many in all of them, places in key and value"
+        )
     if is_causal and key_padding_mask is None and not need_weights:
         mask = None
     else:
@@ -281,4 +286,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to a score: −∞ where a mask of booleans is true."""
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    if not mask.is_floating_point():  # ones and zeros would be added to the scores
+        raise ArgumentError(f"a mask is of {mask.dtype}; it must be of bool, True where nothing may be seen, or float")
     return mask.to(dtype)

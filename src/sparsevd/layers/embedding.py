@@ -36,6 +36,13 @@ class SparseTable(SparseLayer):
             return "its vector for padding is not zero, and the KL would move it; set that row to zero, or exclude it"
         return ""
 
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].zero_()
+        nn.init.constant_(self.log_sigma2, self.initial_log_sigma2)
+
     def sampled(self, tokens: Tensor) -> Tensor:
         """θ + σ·ε of the row of each token; the row for padding has no noise."""
         by_frequency = self.scale_grad_by_freq
@@ -55,8 +62,9 @@ class SparseEmbedding(SparseTable):
     options = ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return F.embedding(input, self.pruned_weight(), self.padding_idx)
+        if not self.draws_noise:
+            by_frequency = self.scale_grad_by_freq
+            return F.embedding(input, self.pruned_weight(), self.padding_idx, scale_grad_by_freq=by_frequency)
         return self.sampled(input)
 
 
@@ -79,8 +87,9 @@ class SparseEmbeddingBag(SparseTable):
     include_last_offset: bool
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        if not self.training:
-            return self._bags(input, self.pruned_weight(), offsets, per_sample_weights, self.padding_idx)
+        if not self.draws_noise:
+            table, by_frequency = self.pruned_weight(), self.scale_grad_by_freq
+            return self._bags(input, table, offsets, per_sample_weights, self.padding_idx, by_frequency)
         # Each place in the bags has a row of its own, its sample; those of padding share the last one, which is empty.
         rows = self.sampled(input).reshape(-1, self.embedding_dim)
         places = torch.arange(input.numel(), device=input.device).view_as(input)
@@ -90,12 +99,19 @@ class SparseEmbeddingBag(SparseTable):
         return self._bags(places, rows, offsets, per_sample_weights, len(rows) - 1)
 
     def _bags(
-        self, input: Tensor, table: Tensor, offsets: Tensor | None, weights: Tensor | None, padding: int | None
+        self,
+        input: Tensor,
+        table: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
+        padding: int | None,
+        by_frequency: bool = False,
     ) -> Tensor:
         return F.embedding_bag(
             input,
             table,
             offsets,
+            scale_grad_by_freq=by_frequency,
             mode=self.mode,
             per_sample_weights=weights,
             include_last_offset=self.include_last_offset,

@@ -39,11 +39,12 @@ class SparseLayer(NoisyModule):
         variance_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.attributes: dict[str, Any] = {}
+        every = {*vars(nn.Module())}
         if type(twin) is not self.plain_type:  # a class that was registered: its constructor may be like no other
             self.plain_type = type(twin)
-            every = vars(nn.Module())
-            self.attributes = {name: value for name, value in vars(twin).items() if name not in every}
+        else:
+            every |= {name for name in vars(twin) if name.startswith("_")}  # torch's own
+        self.attributes: dict[str, Any] = {name: value for name, value in vars(twin).items() if name not in every}
         self.weights, self.others = self.names(twin)
         for option in self.options:
             setattr(self, option, getattr(twin, option))
@@ -62,6 +63,10 @@ class SparseLayer(NoisyModule):
             noise = torch.full_like(weight, initial_log_sigma2, dtype=wide)
             # A frozen layer stays frozen as a whole.
             self.register_parameter(noise_name(name), nn.Parameter(noise, requires_grad=weight.requires_grad))
+        for name, value in self.attributes.items():  # a forward may read what its owner has put there
+            if not name.startswith("_") and not hasattr(self, name):
+                setattr(self, name, value)
+        self.read_elsewhere = False  # by a forward that is not this layer's, and needs the whole weight
         self.train(twin.training)
 
     @classmethod
@@ -84,7 +89,7 @@ class SparseLayer(NoisyModule):
         """The twin's output: sampled in training mode, with pruned weights in eval mode."""
 
     def posteriors(self) -> Sequence[Posterior]:
-        contractible = self.can_contract()
+        contractible = self.can_contract() and not self.read_elsewhere
         return [Posterior(self, name, contractible=contractible, unit_axis=self.unit_axis) for name in self.weights]
 
     def can_contract(self) -> bool:
@@ -111,7 +116,9 @@ class SparseLayer(NoisyModule):
         """The plain twin but for its parameters."""
         if type(self).plain_type is self.plain_type:
             with torch.device("meta"):  # its parameters, soon replaced, take no room
-                return self.plain_type(**self.arguments())
+                twin = self.plain_type(**self.arguments())
+            twin.__dict__.update({name: value for name, value in self.attributes.items() if not hasattr(twin, name)})
+            return twin
         twin = self.plain_type.__new__(self.plain_type)
         nn.Module.__init__(twin)
         twin.__dict__.update(self.attributes)

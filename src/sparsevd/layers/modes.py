@@ -1,9 +1,11 @@
-"""Training and eval mode, put back as they were."""
+"""Training and eval mode, and the noise, put back as they were."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+from sparsevd.posterior import noisy_modules
 
 
 @contextmanager
@@ -23,3 +25,14 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     with modes_restored(model):
         model.eval()
         yield
+
+
+@contextmanager
+def noise_restored(model: nn.Module) -> Iterator[None]:
+    """Every layer's noise goes back to on or off, as it was."""
+    before = {layer: layer.noise_is_on for layer in noisy_modules(model).values()}
+    try:
+        yield
+    finally:
+        for layer, on in before.items():
+            layer.noise_is_on = on

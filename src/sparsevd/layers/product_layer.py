@@ -36,14 +36,14 @@ class ProductLayer(SparseLayer):
         self.part: Part | None = None  # set while `contraction` has made the weight smaller
 
     def output(self, input: Tensor, linear_map: LinearMap) -> Tensor:
-        """γ + √δ·ε in training mode, the product with the pruned weight in eval mode."""
+        """γ + √δ·ε in training mode, the product with the pruned weight in eval mode or without noise."""
         part = self.part
         if part is not None and input.shape[linear_map.channel] != part.width:  # any wider input would be read in part
             raise ArgumentError(
                 f"the layer takes {part.width} inputs, and its input of shape {tuple(input.shape)} has "
                 f"{input.shape[linear_map.channel]}"
             )
-        if self.training:
+        if self.draws_noise:
             dtype = variance_dtype(self, linear_map, input, self.weight, self.log_sigma2)
             noisy = NoisyWeight(self.weight, self.bias, self.log_sigma2, dtype)
             if part is None:

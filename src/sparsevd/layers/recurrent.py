@@ -1,10 +1,12 @@
 """Recurrent layers: a forward pass draws one sample of the weights, and torch's own recurrence runs on it.
 
 Noise per output, as in other layers, would be another one at every time step; but a recurrence has the same weights at
-all of them. A cell is one step: called in a loop, it draws anew at each.
+all of them. A cell, or a layer that a decoder calls step by step, has them too while `one_sample` lasts: that is around
+each pass of `fit` and `attach`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
 import torch
@@ -24,6 +26,7 @@ class SparseRecurrent(SparseLayer):
     input_size: int
     hidden_size: int
     bias: bool
+    _held: dict[str, Tensor] | None = None  # the sample while `one_sample` lasts, empty before the first call
 
     def recurrence(self, *arguments: Any) -> Any:
         """torch's own function of inputs, states and parameters."""
@@ -31,9 +34,18 @@ class SparseRecurrent(SparseLayer):
 
     def drawn(self) -> dict[str, Tensor]:
         """The weights that this forward pass computes with: a sample of them, or in eval mode those that are kept."""
-        if self.training:
-            return {each.weight: sample_weights(each.theta, each.log_sigma2) for each in self.posteriors()}
-        return {name: self.pruned_weight(name) for name in self.weights}
+        if not self.draws_noise:
+            return {name: self.pruned_weight(name) for name in self.weights}
+        if self._held:
+            return self._held
+        drawn = {each.weight: sample_weights(each.theta, each.log_sigma2) for each in self.posteriors()}
+        if self._held is not None:
+            self._held = drawn
+        return drawn
+
+    def hold(self, on: bool) -> None:
+        """Keep the next sample for all calls that follow, or draw one for each call again."""
+        self._held = {} if on else None
 
     def _check_width(self, input: Tensor, dimensions: tuple[int, ...]) -> None:
         if input.dim() not in dimensions or input.shape[-1] != self.input_size:
@@ -59,6 +71,29 @@ class SparseRecurrent(SparseLayer):
                     f"the initial state of {self.plain_type.__name__} has shape {tuple(state.shape)}; with this input "
                     f"it must have {shape}"
                 )
+
+
+@contextmanager
+def one_sample(model: nn.Module) -> Iterator[None]:
+    """While it lasts, a recurrent layer or cell draws its weights once, however often it is called.
+
+        with sparsevd.one_sample(model):  # a mini-batch
+            output = model(x)
+
+    `fit` and `attach` do this around each forward pass of the network; a loop with `elbo_loss` does it by itself.
+    """
+    layers = recurrent_layers(model)
+    for layer in layers:
+        layer.hold(True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.hold(False)
+
+
+def recurrent_layers(model: nn.Module) -> list[SparseRecurrent]:
+    return [module for module in model.modules() if isinstance(module, SparseRecurrent)]
 
 
 class SparseSequenceLayer(SparseRecurrent):

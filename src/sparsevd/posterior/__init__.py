@@ -5,6 +5,7 @@ from sparsevd.posterior.posterior import (
     THRESHOLD,
     NoisyModule,
     Posterior,
+    biases,
     checked_sparsity,
     checked_threshold,
     is_noisy,
@@ -14,6 +15,7 @@ from sparsevd.posterior.posterior import (
     noisy_modules,
     posteriors,
     required_posteriors,
+    switch_noise,
     threshold_for,
 )
 
@@ -22,6 +24,7 @@ __all__ = [
     "THRESHOLD",
     "NoisyModule",
     "Posterior",
+    "biases",
     "checked_sparsity",
     "checked_threshold",
     "is_noisy",
@@ -31,5 +34,6 @@ __all__ = [
     "noisy_modules",
     "posteriors",
     "required_posteriors",
+    "switch_noise",
     "threshold_for",
 ]

@@ -49,6 +49,12 @@ class NoisyModule(nn.Module, ABC):
     variance_dtype: torch.dtype | None  # in which δ is computed; None: as the module likes, or bfloat16 if that ...
     bfloat16_where_faster: bool  # ... is allowed and faster
     others: tuple[str, ...]  # names of the parameters without noise
+    noise_is_on = True  # `switch_noise`: off while a budget trains without it; all else of training mode stays
+
+    @property
+    def draws_noise(self) -> bool:
+        """Whether the next forward pass samples; else it computes with the weights as eval mode has them."""
+        return self.training and self.noise_is_on
 
     @abstractmethod
     def posteriors(self) -> Sequence["Posterior"]:
@@ -200,6 +206,18 @@ def threshold_for(pairs: Sequence[tuple[Tensor, Tensor]], sparsity: float) -> fl
 def noisy_modules(model: nn.Module) -> dict[str, NoisyModule]:
     """The modules that draw noise in training mode, by name; a shared one once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, NoisyModule)}
+
+
+def biases(model: nn.Module) -> set[Tensor]:
+    """The parameters of Sparse VD layers that have no noise. Those of attention may have more than one axis."""
+    layers = noisy_modules(model).values()
+    return {p for layer in layers for name in layer.others if (p := layer._parameters.get(name)) is not None}
+
+
+def switch_noise(model: nn.Module, on: bool) -> None:
+    """Noise in training mode, or none."""
+    for module in noisy_modules(model).values():
+        module.noise_is_on = on
 
 
 def is_noisy(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ConversionError
 from sparsevd.layers.registry import sparse_type
-from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, equations, label_of, posteriors
+from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, biases, equations, label_of, posteriors
 from sparsevd.reporting.diagnosis import Course, diagnose
 from sparsevd.reporting.table import table
 
@@ -175,11 +175,12 @@ def summary(model: nn.Module) -> ModelSummary:
 
 def _dense(model: nn.Module, found: Sequence[Posterior]) -> tuple[tuple[str, int], ...]:
     """The matrices and filters without noise of a network that has some with it."""
-    noisy = {id(parameter) for each in found for parameter in (each.theta, each.log_sigma2)}
+    known = {id(parameter) for each in found for parameter in (each.theta, each.log_sigma2)}
+    known |= {id(bias) for bias in biases(model)}
     return tuple(
         (label_of(name), parameter.numel())
         for name, parameter in model.named_parameters()
-        if found and parameter.ndim > 1 and id(parameter) not in noisy
+        if found and parameter.ndim > 1 and id(parameter) not in known
     )
 
 

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
+from sparsevd.layers.recurrent import recurrent_layers
 from sparsevd.layers.sampling import multiplies_bfloat16
-from sparsevd.posterior import required_posteriors
+from sparsevd.posterior import required_posteriors, switch_noise
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
 from sparsevd.posterior.spread import is_spread, local, part_for
 from sparsevd.training.budget import Budget, cut_at
@@ -194,8 +195,9 @@ class Attached(Schedule):
         self._put_aside: dict[torch.optim.Optimizer, list[Any]] = {}
         self._highest = 0.0
         on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-        choose_variance(self.posteriors, config.variance_dtype, on_cpu and multiplies_bfloat16())
+        choose_variance(model, config.variance_dtype, on_cpu and multiplies_bfloat16())
         _make_noise_differ()
+        self._recurrent = recurrent_layers(model)
         self._handles = self._hooks()
         _attached.add(self)
 
@@ -207,7 +209,18 @@ class Attached(Schedule):
             handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
         if self.steering is not None:
             handles.append(self._model.register_forward_pre_hook(Hook(self._switch_noise)))
+        if self._recurrent:  # one sample of the weights in each pass (layers/recurrent.py), also in one that fails
+            handles.append(self._model.register_forward_pre_hook(Hook(self._begin_sample)))
+            handles.append(self._model.register_forward_hook(Hook(self._end_sample), always_call=True))
         return handles
+
+    def _begin_sample(self, *_: object) -> None:
+        for layer in self._recurrent:
+            layer.hold(True)
+
+    def _end_sample(self, *_: object) -> None:
+        for layer in self._recurrent:
+            layer.hold(False)
 
     def _refuse_another(self) -> None:
         layers = {each.layer for each in self.posteriors}
@@ -234,6 +247,7 @@ class Attached(Schedule):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        switch_noise(self._model, True)
         _attached.discard(self)
 
     # At the optimizer's step.
@@ -342,10 +356,7 @@ class Attached(Schedule):
             module.training = mode
 
     def _switch_noise(self, *_: object) -> None:
-        """Before each pass: a loop that calls train() switches on what the budget has switched off."""
-        noisy = self.at(self.progress).noisy
-        for each in self.posteriors:
-            each.layer.training = noisy and self._model.training
+        switch_noise(self._model, self.at(self.progress).noisy)
 
     # Zeros.
 

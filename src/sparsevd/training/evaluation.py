@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
-from sparsevd.layers.modes import in_eval_mode
-from sparsevd.posterior import noisy_modules
+from sparsevd.layers.modes import in_eval_mode, noise_restored
+from sparsevd.layers.recurrent import one_sample
+from sparsevd.posterior import noisy_modules, switch_noise
 from sparsevd.training.data import Batch, Data, batches, checked, size
 from sparsevd.training.gaussian import Gaussian, RSquared
 from sparsevd.training.inputs import Forward, call, changed
@@ -112,7 +113,8 @@ def noisy_loss(model: nn.Module, noisy: Iterable[nn.Module], data: Data, loss: L
 
 @contextmanager
 def _only_noisy(model: nn.Module, noisy: Iterable[nn.Module]) -> Iterator[None]:
-    with in_eval_mode(model):
+    with in_eval_mode(model), noise_restored(model):
+        switch_noise(model, True)
         for module in noisy:
             module.train()
         yield
@@ -140,7 +142,8 @@ def _average(
     r2 = RSquared(loss) if isinstance(loss, Gaussian) else None
     for x, y in data:
         x, y = changed(x, lambda tensor: tensor.to(device)), y.to(device)
-        output = forward(model, x)
+        with one_sample(model):
+            output = forward(model, x)
         total += loss(output, y).item() * len(y)
         measured += float(metric(output, y)) * len(y) if metric else 0.0
         if r2 is not None:

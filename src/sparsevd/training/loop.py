@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
+from sparsevd.layers.modes import noise_restored
+from sparsevd.layers.recurrent import one_sample
 from sparsevd.layers.sampling import multiplies_bfloat16
-from sparsevd.posterior import is_noisy, required_posteriors
+from sparsevd.posterior import is_noisy, noisy_modules, required_posteriors, switch_noise
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
 from sparsevd.reporting.summary import summary
 from sparsevd.training import course, generator, processes, start, tally, threads
@@ -193,6 +195,7 @@ class Loop:
             generator.reserved(self.task.device),
             interruptible(terminated=self.team.size > 1) as self._interrupt,
             closing(self._averaging) if self._averaging is not None else nullcontext(),
+            noise_restored(self.model),  # a budget may end without
         ):
             self._callbacks.insert(0, shown)
             self._say = shown.say
@@ -312,8 +315,10 @@ class Loop:
             self.state.bfloat16 = bool(self.team.agreed([bfloat16])[0])
         if self.config.autocast and self.task.device.type == "cpu" and not multiplies_bfloat16():
             self._say("note: this CPU has no instructions for bfloat16, so autocast makes training slower here")
-        choose_variance(self.schedule.posteriors, self.config.variance_dtype, self.state.bfloat16)
-        if self.config.autocast and any(p.layer.variance_dtype is torch.float32 for p in self.schedule.posteriors):
+        choose_variance(self.model, self.config.variance_dtype, self.state.bfloat16)
+        if self.config.autocast and any(
+            layer.variance_dtype is torch.float32 for layer in noisy_modules(self.model).values()
+        ):
             raise ArgumentError(
                 "variance_dtype=float32 and autocast=True contradict each other: autocast computes the variance "
                 "product in bfloat16 too; leave one of them out"
@@ -378,13 +383,13 @@ class Loop:
         self.optimizer.set_learning_rate(self.config.rate(self.progress) * phase.rate_factor, phase.noise_ratio)
         self.optimizer.kl_weight = phase.kl_weight
         if self._budget is not None:
-            for posterior in self.schedule.posteriors:
-                posterior.layer.training = phase.noisy
+            switch_noise(self.model, phase.noisy)
             if self._averaging is not None and phase.noisy != self._noisy:
                 self._averaging.begin_anew()  # without noise log σ² has no gradient
             self._noisy = phase.noisy
 
-        output = self._forward(self.model, x) if self._averaging is None else self._averaging(x)
+        with one_sample(self.model):
+            output = self._forward(self.model, x) if self._averaging is None else self._averaging(x)
         nll = self.task.loss(output, y)
         teacher = self.task.teacher
         objective = nll if teacher is None else teacher.mixed(nll, output, batch, self._forward)

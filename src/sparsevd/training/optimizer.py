@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsevd import kernels
 from sparsevd.errors import ArgumentError
-from sparsevd.posterior import Posterior, posteriors
+from sparsevd.posterior import Posterior, biases, posteriors
 from sparsevd.posterior.divergence import kl_gradients
 from sparsevd.posterior.spread import local
 from sparsevd.training.output_units import OutputUnits
@@ -50,7 +50,8 @@ def parameter_groups(
         raise ArgumentError("every parameter of the model is frozen; there is nothing to train")
     found = posteriors(model)
     noise, theta = {each.log_sigma2 for each in found}, {each.theta for each in found}
-    decayed = {p for p in trained if p.ndim > 1 and p not in noise | theta} if weight_decay else set()
+    spared = noise | theta | biases(model)
+    decayed = {p for p in trained if p.ndim > 1 and p not in spared} if weight_decay else set()
     ratio = FitConfig().log_sigma2_lr_ratio if log_sigma2_lr_ratio is None else log_sigma2_lr_ratio
     groups: list[Group] = [
         {"params": [p for p in trained if p not in noise | decayed], "lr": lr, "weight_decay": 0.0, "noise": False},

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from sparsevd.errors import ArgumentError, SparseVDWarning
 from sparsevd.layers.layer import INITIAL_LOG_SIGMA2
+from sparsevd.layers.recurrent import one_sample
 from sparsevd.posterior import Posterior, posteriors
 from sparsevd.training.budget import Budget, cut_at
 from sparsevd.training.data import Batch, Data, batches, checked, size, split
@@ -268,7 +269,9 @@ def _survives(
             x, y = task.placed(batch)
             optimizer.set_learning_rate(rate * min(1.0, 2 * (step + 1) / count), 1.0)
             optimizer.zero_grad()
-            loss: Tensor = measure(task.forward(model, x), y)
+            with one_sample(model):
+                output = task.forward(model, x)
+            loss: Tensor = measure(output, y)
             if not loss.isfinite():
                 return False
             loss.backward()  # type: ignore[no-untyped-call]
