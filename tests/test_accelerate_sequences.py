@@ -148,3 +148,22 @@ def test_networks_for_texts_and_their_files(network, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(tokens), model(tokens))
     assert_same(sparsevd.accelerate(again, tokens), model, tokens)
+
+
+def test_layers_without_another_way_are_named():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.cell, self.head = nn.Embedding(5, 8), nn.GRUCell(8, 8), nn.Linear(8, 2)
+            self.attention = nn.MultiheadAttention(8, 2)
+
+        def forward(self, tokens):
+            x = self.cell(self.embed(tokens)).unsqueeze(1)
+            return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+    fast = sparsevd.accelerate(Mixed(), torch.tensor([1, 2, 3]))
+    reasons = {name: why for name, why in fast.left_alone.items() if name != "(model)"}
+    assert reasons == {
+        "embed": "a lookup takes as long, whatever is in the row",
+        "cell": "there is no faster way for layers of its type yet",
+    }

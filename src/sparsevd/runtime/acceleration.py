@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparsevd.conversion import copied
 from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.graph.outputs import difference, tensors_in
+from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table as text_table
@@ -359,12 +361,21 @@ def _first_calls(model: nn.Module, example: Any) -> dict[str, Call]:
     return calls
 
 
+_UNKNOWN = "there is no faster way for layers of its type yet"
+_LOOKUP = "a lookup takes as long, whatever is in the row"
+_NO_OTHER_WAY: dict[type[nn.Module], str] = {
+    nn.Embedding: _LOOKUP,
+    nn.EmbeddingBag: _LOOKUP,
+    NonDynamicallyQuantizableLinear: "",  # a part of attention
+}
+
+
 def _why_not(module: nn.Module, reached: bool) -> str:
     """Why a layer stays exactly as it is, or an empty string."""
     if type(module) in SEQUENCE_TYPES:
         return sequences.why_not(module) or ("" if reached else "the example does not reach it")
     if type(module) not in LAYER_TYPES:
-        return ""
+        return _NO_OTHER_WAY.get(type(module), _UNKNOWN) if sparse_type(module) is not None else ""
     weight = module.weight
     if "weight" not in module._parameters or "forward" in module.__dict__:
         return "its weight or its forward is computed in another way"
