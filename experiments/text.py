@@ -81,7 +81,11 @@ TASKS = {
         64,
         TextLSTM,
         (Dense(0.5, 6), Dense(0.3, 6), Dense(0.5, 10)),
-        (Sparse(0.1, 30, rate=4e-3, polish=3), Sparse(0.3, 30, rate=4e-3, polish=3), Sparse(0.1, 30, polish=3)),
+        (
+            Sparse(0.1, 30, keep_dropout=True, polish=3),
+            Sparse(0.3, 30, keep_dropout=True, polish=3),
+            Sparse(0.3, 30, polish=3),
+        ),
     ),
     "encoder": Task(
         "r52",
@@ -177,20 +181,26 @@ def polished(pruned: nn.Module, dense: nn.Module, train: Pair, epochs: int, seed
     return network.eval()
 
 
-def trials(name: str, most: int, records: Records) -> None:
-    """The first settings of each method, measured on held-out training texts: those of the dense network first."""
+def trials(name: str, method: str, chosen: list[int], records: Records) -> None:
+    """Settings of a method, by their numbers, measured on held-out training texts: first the dense network's."""
     task = TASKS[name]
     everything, _, classes = load(task)
     train, held_out = split(everything, len(everything[1]) // HELD_OUT, SPLIT_SEED)
-    for setting in task.dense[:most]:
+    for setting in picked(task.dense, chosen) if method != "sparse" else ():
         if not records.find(task=name, kind="trial", method="dense", setting=asdict(setting)):
             _, error = trained_dense(name, setting, train, held_out, 0, classes, TRIALS)
             records.add(task=name, kind="trial", method="dense", setting=asdict(setting), seed=0, error=error)
+    if method == "dense":
+        return
     dense, _ = trained_dense(name, Dense(**best(records, name, "dense")), train, held_out, 0, classes, TRIALS)
-    for setting in task.sparse[:most]:
+    for setting in picked(task.sparse, chosen):
         if not records.find(task=name, kind="trial", method="sparse", setting=asdict(setting)):
             result = trained_sparse(name, setting, dense, train, held_out, 0, TRIALS)
             records.add(task=name, kind="trial", method="sparse", setting=asdict(setting), seed=0, **result)
+
+
+def picked(settings: tuple[Any, ...], chosen: list[int]) -> list[Any]:
+    return [setting for number, setting in enumerate(settings) if not chosen or number in chosen]
 
 
 def best(records: Records, name: str, method: str) -> dict[str, Any]:
@@ -291,13 +301,14 @@ def main() -> None:
     parser.add_argument("action", choices=["trials", "run", "control", "words", "table"])
     parser.add_argument("task", choices=TASKS, nargs="?", default="lstm")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=9, help="trials of each method, from the first")
+    parser.add_argument("--method", choices=["dense", "sparse", "both"], default="both", help="of the trials")
+    parser.add_argument("--settings", type=int, nargs="+", default=[], help="trials of these numbers, from 0; else all")
     arguments = parser.parse_args()
     records = Records("text")
     if arguments.action == "table":
         print(table(records))
     elif arguments.action == "trials":
-        trials(arguments.task, arguments.most, records)
+        trials(arguments.task, arguments.method, arguments.settings, records)
     elif arguments.action == "words":
         words(arguments.task, records)
     else:
