@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from sparsevd.errors import ArgumentError
 from sparsevd.layers.layer import SparseLayer
 from sparsevd.layers.sampling import sample_weights
+from sparsevd.posterior import Posterior
 
 
 class SparseRecurrent(SparseLayer):
@@ -26,7 +27,7 @@ class SparseRecurrent(SparseLayer):
     input_size: int
     hidden_size: int
     bias: bool
-    _held: dict[str, Tensor] | None = None  # the sample while `one_sample` lasts, empty before the first call
+    _held: dict[str, Tensor] | None = None  # the noise while `one_sample` lasts, empty before the first call
 
     def recurrence(self, *arguments: Any) -> Any:
         """torch's own function of inputs, states and parameters."""
@@ -36,15 +37,21 @@ class SparseRecurrent(SparseLayer):
         """The weights that this forward pass computes with: a sample of them, or in eval mode those that are kept."""
         if not self.draws_noise:
             return {name: self.pruned_weight(name) for name in self.weights}
-        if self._held:
-            return self._held
-        drawn = {each.weight: sample_weights(each.theta, each.log_sigma2) for each in self.posteriors()}
-        if self._held is not None:
-            self._held = drawn
-        return drawn
+        return {
+            each.weight: sample_weights(each.theta, each.log_sigma2, self._epsilon(each)) for each in self.posteriors()
+        }
+
+    def _epsilon(self, posterior: Posterior) -> Tensor:
+        """Fresh, or what is held. Not the weights themselves are: a part of the network that is computed once more in
+        the backward pass, to save memory, needs a graph of its own."""
+        if self._held is None:
+            return torch.randn_like(posterior.log_sigma2)
+        if posterior.weight not in self._held:
+            self._held[posterior.weight] = torch.randn_like(posterior.log_sigma2)
+        return self._held[posterior.weight]
 
     def hold(self, on: bool) -> None:
-        """Keep the next sample for all calls that follow, or draw one for each call again."""
+        """Keep the next noise for all calls that follow, or draw it for each call again."""
         self._held = {} if on else None
 
     def _check_width(self, input: Tensor, dimensions: tuple[int, ...]) -> None:
@@ -78,9 +85,11 @@ def one_sample(model: nn.Module) -> Iterator[None]:
     """While it lasts, a recurrent layer or cell draws its weights once, however often it is called.
 
         with sparsevd.one_sample(model):  # a mini-batch
-            output = model(x)
+            loss = sparsevd.elbo_loss(F.cross_entropy(model(x), y), model, n_train=60_000)
+            loss.backward()
 
-    `fit` and `attach` do this around each forward pass of the network; a loop with `elbo_loss` does it by itself.
+    `fit` and `attach` do this for each pass of the network; a loop with `elbo_loss` does it by itself. The backward
+    pass belongs to it where that computes a part of the network once more (`torch.utils.checkpoint`).
     """
     layers = recurrent_layers(model)
     for layer in layers:

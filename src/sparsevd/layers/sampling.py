@@ -32,9 +32,9 @@ class NoisyWeight(NamedTuple):
         return self._replace(bias=None)
 
 
-def sample_weights(theta: Tensor, log_sigma2: Tensor) -> Tensor:
+def sample_weights(theta: Tensor, log_sigma2: Tensor, epsilon: Tensor) -> Tensor:
     """θ + σ·ε: a sample of the weights themselves, for layers that read them more than once (eq. 11)."""
-    noise = torch.exp(0.5 * log_sigma2) * torch.randn_like(log_sigma2)
+    noise = torch.exp(0.5 * log_sigma2) * epsilon
     return theta + noise.to(theta.dtype)
 
 

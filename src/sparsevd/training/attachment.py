@@ -209,16 +209,17 @@ class Attached(Schedule):
             handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
         if self.steering is not None:
             handles.append(self._model.register_forward_pre_hook(Hook(self._switch_noise)))
-        if self._recurrent:  # one sample of the weights in each pass (layers/recurrent.py), also in one that fails
+        if self._recurrent:
             handles.append(self._model.register_forward_pre_hook(Hook(self._begin_sample)))
-            handles.append(self._model.register_forward_hook(Hook(self._end_sample), always_call=True))
         return handles
 
     def _begin_sample(self, *_: object) -> None:
+        """One sample of the weights of recurrent layers for each pass, forward and backward: until the next, or the
+        step."""
         for layer in self._recurrent:
             layer.hold(True)
 
-    def _end_sample(self, *_: object) -> None:
+    def _end_sample(self) -> None:
         for layer in self._recurrent:
             layer.hold(False)
 
@@ -248,6 +249,7 @@ class Attached(Schedule):
             handle.remove()
         self._handles = []
         switch_noise(self._model, True)
+        self._end_sample()
         _attached.discard(self)
 
     # At the optimizer's step.
@@ -299,6 +301,7 @@ class Attached(Schedule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._end_sample()
         if optimizer in self._skipped:
             self._skipped.discard(optimizer)
             return

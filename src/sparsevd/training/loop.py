@@ -390,21 +390,21 @@ class Loop:
 
         with one_sample(self.model):
             output = self._forward(self.model, x) if self._averaging is None else self._averaging(x)
-        nll = self.task.loss(output, y)
-        teacher = self.task.teacher
-        objective = nll if teacher is None else teacher.mixed(nll, output, batch, self._forward)
-        for parameter in parameters:
-            parameter.grad = None
-        counted = tally.count(
-            self.team,
-            nll,
-            objective,
-            lambda: wrong(output, y, self.task.loss),
-            share.examples,
-            self._interrupt.is_set,
-        )
-        weight = share.weight(self.team.size)
-        (objective if weight == 1 else weight * objective).backward()  # type: ignore[no-untyped-call]
+            nll = self.task.loss(output, y)
+            teacher = self.task.teacher
+            objective = nll if teacher is None else teacher.mixed(nll, output, batch, self._forward)
+            for parameter in parameters:
+                parameter.grad = None
+            counted = tally.count(
+                self.team,
+                nll,
+                objective,
+                lambda: wrong(output, y, self.task.loss),
+                share.examples,
+                self._interrupt.is_set,
+            )
+            weight = share.weight(self.team.size)
+            (objective if weight == 1 else weight * objective).backward()  # type: ignore[no-untyped-call]
         if self._averaging is not None:
             self._averaging.finish()
         found = counted()
