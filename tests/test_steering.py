@@ -17,6 +17,7 @@ from sparsevd.training import steering
 from sparsevd.training.judge import Judge
 from sparsevd.training.progress import Callback
 from sparsevd.training.steering import Steering
+from sparsevd.training.weights_read import weights_read
 
 CONFIG = sparsevd.FitConfig(epochs=12, batch_size=50)
 
@@ -332,6 +333,32 @@ def test_many_weights_and_few_examples_begin_with_a_small_beta(dense):
         Steering(model, posteriors(model), sparsevd.Budget(sparsity=0.9), None, n).last_beta for n in (10, 100, 10_000)
     ]
     assert betas[0] < betas[1] < betas[2] == 1
+
+
+class OfTokens(nn.Module):
+    """Tokens, each at a place, and a table that the output layer reads in whole."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed, self.places, self.head = nn.Embedding(100, 6), nn.Embedding(4, 6), nn.Linear(6, 100)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head((self.embed(tokens) + self.places(torch.arange(4))).mean(1))
+
+
+def test_an_example_reads_the_rows_of_its_tokens():
+    """Three different ones of the hundred; every place; and every weight of other layers."""
+    tokens = torch.tensor([[5, 7, 7, 9], [0, 1, 2, 1]]).repeat(30, 1)
+    for tied, expected in ((False, 3 * 6 + 4 * 6 + 600), (True, 600 + 4 * 6)):
+        model = sparsevd.sparsify(OfTokens(tied)).eval()
+        assert weights_read(model, posteriors(model), lambda model=model: model(tokens)) == pytest.approx(expected)
+        assert not model.embed._forward_pre_hooks
+    budget = sparsevd.Budget(max_error_increase=50.0)
+    model = sparsevd.sparsify(OfTokens())
+    steered = Steering(model, posteriors(model), budget, budget.judge(model, (tokens, tokens[:, 0])), 30)
+    assert steered.last_beta == pytest.approx((5 * 30 / (3 * 6 + 4 * 6 + 600)) ** 2)
 
 
 def test_few_examples_are_judged_more_strictly(dense):

@@ -118,7 +118,7 @@ class Judge:
         agreed: Agreed = list,
     ):
         self.data, self._forward, self._metric = checked(data, "the held-out data"), forward, metric
-        self._agreed = agreed
+        self.agreed = agreed
         self._loss = copy.deepcopy(loss)  # one that learns from the training data must not change the measure
         self._allowed = {"error": error, "loss": loss_rise, "metric": metric_fall}
         network = reference if isinstance(reference, nn.Module) else None
@@ -200,7 +200,7 @@ class Judge:
         metric = _WithTemperatures(self._metric) if calibrated else self._metric
         found = evaluate(model, self.data, self._loss, forward=self._forward, metric=metric)
         by_temperature = metric.losses() if isinstance(metric, _WithTemperatures) else []
-        loss, error, value, *by_temperature = self._agreed(
+        loss, error, value, *by_temperature = self.agreed(
             [found.loss, found.error or 0.0, found.metric or 0.0, *by_temperature]
         )
         agreed = replace(

@@ -26,6 +26,7 @@ from sparsevd.training.budget import Budget, Point, Search, cut_at, packed_size
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.gradual_cuts import GradualCuts
 from sparsevd.training.judge import Judge, Verdict
+from sparsevd.training.weights_read import weights_read
 
 _DOUBLE = torch.float64
 
@@ -37,8 +38,8 @@ UP = 1.25  # what a look may do to β
 CUT = 0.85  # what a round leaves of the weights, while there is room
 NEAR = 4  # cuts
 PATIENCE = 3  # rounds beyond the budget, before the last good state comes back and cuts become smaller
-# β begins at 1, or lower where the weights are more than so many times the examples, which makes the KL heavy: found on
-# breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
+# β begins at 1, or lower where the weights that an example reads are more than so many times the examples, which makes
+# the KL heavy: found on breast cancer and wine, where β ∝ N/W destroyed what was learned, and its square did not.
 MANY_WEIGHTS = 5.0
 # Noise that takes less than this part of what is left, in a tenth of the run in which β did not grow, only costs:
 # the learning ends. A deep network's noise stops so after a quarter of the run or so, and it needs the rest to recover
@@ -70,7 +71,7 @@ class Steering:
     ):
         self._model, self._posteriors, self._budget, self._judge = model, posteriors, budget, judge
         self.weights = sum(each.theta.numel() for each in posteriors)
-        self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / self.weights) ** 2))
+        self._log_beta = 0.0
         self.rate_factor = 1.0  # halved by every collapse
         self.learning = True
         self._next = 0.0  # progress of the next look
@@ -89,7 +90,16 @@ class Steering:
         self._rungs: list[dict[str, Tensor]] = []  # which weights were there before some of them
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
-        if judge is not None and (judge.look(model).keeps if noisy or judge.few else judge.look(model).beyond <= 0):
+        if judge is not None:
+            read = judge.agreed([weights_read(model, posteriors, lambda: self._remember_the_start(judge))])[0]
+        else:
+            read = float(self.weights)
+        if noisy:
+            self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / read) ** 2))
+
+    def _remember_the_start(self, judge: Judge) -> None:
+        found = judge.look(self._model)
+        if found.keeps if self._noisy or judge.few else found.beyond <= 0:
             self._good = self._snapshot()
 
     @torch.no_grad()
