@@ -52,17 +52,22 @@ class Dense:
 
 @dataclass(frozen=True)
 class Sparse:
-    """A setting of Sparse VD; the first noise is what `fit` chooses, and so is the rate unless given."""
+    """A setting of Sparse VD; the first noise is what `fit` chooses, and so is the rate unless given.
 
-    beta: float
+    With a share of weights to remove (`Budget(sparsity=…)`) `fit` chooses β too.
+    """
+
+    beta: float | None
     epochs: int
     warm_up_end: float = 0.4
     rate: float | None = None
     keep_dropout: bool = False  # of the dense network, beside the noise
+    share: float | None = None
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
 
     def name(self) -> str:
-        name = f"sparse-beta{self.beta:g}-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
+        name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
+        name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
         return name + (f"-rate{self.rate:g}" if self.rate else "") + ("-dropout" if self.keep_dropout else "")
 
 
@@ -84,7 +89,7 @@ TASKS = {
         (
             Sparse(0.1, 30, keep_dropout=True, polish=3),
             Sparse(0.3, 30, keep_dropout=True, polish=3),
-            Sparse(0.3, 30, polish=3),
+            Sparse(None, 30, keep_dropout=True, share=1 - 1 / 320),
         ),
     ),
     "encoder": Task(
@@ -148,7 +153,8 @@ def trained_sparse(
         train,
         seen_in_training(place, measured),
         config,
-        loss=lambda output, target: F.cross_entropy(output, target) / setting.beta,
+        loss=lambda output, target: F.cross_entropy(output, target) / (setting.beta or 1.0),
+        budget=sparsevd.Budget(sparsity=setting.share) if setting.share else None,
         forward=in_bfloat16,
         run_dir=RUNS / name / place / setting.name(),
         resume=True,

@@ -359,6 +359,11 @@ def test_an_example_reads_the_rows_of_its_tokens():
     model = sparsevd.sparsify(OfTokens())
     steered = Steering(model, posteriors(model), budget, budget.judge(model, (tokens, tokens[:, 0])), 30)
     assert steered.last_beta == pytest.approx((5 * 30 / (3 * 6 + 4 * 6 + 600)) ** 2)
+    config = sparsevd.FitConfig(epochs=1, batch_size=20, learning_rate=1e-9, noise=True)
+    history = sparsevd.fit(
+        model, (tokens, tokens[:, 0]), config=config, budget=sparsevd.Budget(sparsity=0.01), progress=False
+    )  # there training examples say it
+    assert history[-1].beta == pytest.approx((5 * 60 / (3 * 6 + 4 * 6 + 600)) ** 2, rel=0.3)
 
 
 def test_few_examples_are_judged_more_strictly(dense):

@@ -274,7 +274,10 @@ class Loop:
                     f"{self.team.size} processes: each takes its part of a batch; inputs and units without weights "
                     "stay in the computation (no contraction)"
                 )
-        self.schedule = Schedule(self.model, config, task.n, self._budget, judge)
+        read = None
+        if self._budget is not None:
+            read = self.team.agreed([start.read_by_an_example(task, config)])[0]
+        self.schedule = Schedule(self.model, config, task.n, self._budget, judge, read)
 
     def _choose_the_same(self) -> None:
         """What the first process has chosen, on all: with data of their own, others may have chosen otherwise."""

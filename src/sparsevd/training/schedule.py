@@ -61,6 +61,7 @@ class Schedule:
         n_train: int,
         budget: Budget | None = None,
         judge: Judge | None = None,
+        read: float | None = None,
     ):
         self.config, self.n_train = config, n_train
         self.posteriors = posteriors(model)
@@ -68,7 +69,7 @@ class Schedule:
         self.steering = None
         if budget is not None:
             noisy = config.noise is not False
-            self.steering = Steering(model, self.posteriors, budget, judge, n_train, noisy=noisy)
+            self.steering = Steering(model, self.posteriors, budget, judge, n_train, noisy=noisy, read=read)
         self._beta_at = warm_up(config.warm_up_start, config.warm_up_end)
         self._zeros: list[tuple[Tensor, Tensor]] = []  # θ, and what to multiply it with
         # How many epochs in a row a weight has been above the threshold, by the name of its posterior.

@@ -12,6 +12,7 @@ import copy
 import itertools
 import math
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,7 @@ from sparsevd.training.likelihood import Likelihood
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
+from sparsevd.training.weights_read import weights_read
 
 RATES = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio")
 CHOSEN = (*RATES, "noise")
@@ -220,6 +222,19 @@ def check_noise(noise: bool | None, budget: Budget | None) -> None:
         raise ArgumentError(
             "max_bytes counts a file that is rounded as the learned noise asks for, and noise=False learns none"
         )
+
+
+def read_by_an_example(task: Task, config: FitConfig) -> float:
+    """How many weights the first training examples read."""
+    found = posteriors(task.model)
+    measured = float(sum(each.theta.numel() for each in found))
+    with suppress(Exception), cut_at(task.model, math.inf):  # the first step will say it in a sentence
+        measured = weights_read(
+            task.model,
+            found,
+            lambda: evaluate_batches(task.model, _first(task, config, BATCHES), task.loss, task.forward),
+        )
+    return measured
 
 
 def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:

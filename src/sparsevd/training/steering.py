@@ -68,6 +68,7 @@ class Steering:
         judge: Judge | None,
         n_train: int,
         noisy: bool = True,
+        read: float | None = None,  # weights that an example reads; None: as the held-out data says, or all
     ):
         self._model, self._posteriors, self._budget, self._judge = model, posteriors, budget, judge
         self.weights = sum(each.theta.numel() for each in posteriors)
@@ -91,11 +92,10 @@ class Steering:
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
         if judge is not None:
-            read = judge.agreed([weights_read(model, posteriors, lambda: self._remember_the_start(judge))])[0]
-        else:
-            read = float(self.weights)
+            measured = weights_read(model, posteriors, lambda: self._remember_the_start(judge))
+            read = judge.agreed([measured])[0] if read is None else read
         if noisy:
-            self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / read) ** 2))
+            self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / (read or self.weights)) ** 2))
 
     def _remember_the_start(self, judge: Judge) -> None:
         found = judge.look(self._model)
