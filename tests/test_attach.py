@@ -17,6 +17,7 @@ import loops
 import sparsevd
 from loops import CONFIG, OPTIMIZERS, RATE, STEPS, N, assert_same, batch, differ, falling, formula, network, weights
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
+from sparsevd.layers import SparseLayer
 from sparsevd.posterior import posteriors
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
 from sparsevd.training.optimizer import BoundAdam
@@ -412,6 +413,23 @@ def test_a_budget_of_zeros_is_reached():
     assert schedule.report()["sparsity"] == pytest.approx(50, abs=1)
     assert "β ended at" in schedule.ended
     assert model.training
+
+
+def test_a_budget_switches_the_noise_off_however_the_network_is_called():
+    """A Lightning module calls the network that it holds, and not itself."""
+    model, optimizer, schedule = attached("adamw", budget=sparsevd.Budget(sparsity=0.5))
+    wanted, seen = [], []
+    for step in range(STEPS):
+        wanted.append(schedule.at(schedule.progress).noisy)
+        seen += [{module.draws_noise for module in model.modules() if isinstance(module, SparseLayer)}]
+        optimizer.zero_grad()
+        x, y = batch(step, 0, 1)
+        F.cross_entropy(model.train().forward(x), y).backward()
+        optimizer.step()
+    assert seen == [{on} for on in wanted]
+    assert {True, False} == set(wanted)
+    schedule.detach()
+    assert all(module.draws_noise for module in model.modules() if isinstance(module, SparseLayer))
 
 
 def test_a_budget_of_error_is_kept():

@@ -12,12 +12,12 @@ from torch import nn
 
 import sparsevd
 from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
-from sparsevd.posterior import posteriors
+from sparsevd.posterior import posteriors, switch_noise
 from sparsevd.training import steering
 from sparsevd.training.judge import Judge
 from sparsevd.training.progress import Callback
 from sparsevd.training.steering import Steering
-from sparsevd.training.weights_read import weights_read
+from sparsevd.training.weights_read import read_by_an_example
 
 CONFIG = sparsevd.FitConfig(epochs=12, batch_size=50)
 
@@ -351,19 +351,36 @@ class OfTokens(nn.Module):
 def test_an_example_reads_the_rows_of_its_tokens():
     """Three different ones of the hundred; every place; and every weight of other layers."""
     tokens = torch.tensor([[5, 7, 7, 9], [0, 1, 2, 1]]).repeat(30, 1)
+    y = tokens[:, 0]
     for tied, expected in ((False, 3 * 6 + 4 * 6 + 600), (True, 600 + 4 * 6)):
-        model = sparsevd.sparsify(OfTokens(tied)).eval()
-        assert weights_read(model, posteriors(model), lambda model=model: model(tokens)) == pytest.approx(expected)
+        model = sparsevd.sparsify(OfTokens(tied)).train()
+        assert read_by_an_example(model, [(tokens, y)], lambda model, x: model(x)) == pytest.approx(expected)
+        assert model.training
         assert not model.embed._forward_pre_hooks
-    budget = sparsevd.Budget(max_error_increase=50.0)
-    model = sparsevd.sparsify(OfTokens())
-    steered = Steering(model, posteriors(model), budget, budget.judge(model, (tokens, tokens[:, 0])), 30)
-    assert steered.last_beta == pytest.approx((5 * 30 / (3 * 6 + 4 * 6 + 600)) ** 2)
     config = sparsevd.FitConfig(epochs=1, batch_size=20, learning_rate=1e-9, noise=True)
-    history = sparsevd.fit(
-        model, (tokens, tokens[:, 0]), config=config, budget=sparsevd.Budget(sparsity=0.01), progress=False
-    )  # there training examples say it
+    model = sparsevd.sparsify(OfTokens())
+    history = sparsevd.fit(model, (tokens, y), config=config, budget=sparsevd.Budget(sparsity=0.01), progress=False)
     assert history[-1].beta == pytest.approx((5 * 60 / (3 * 6 + 4 * 6 + 600)) ** 2, rel=0.3)
+    optimizer = torch.optim.Adam(sparsevd.parameter_groups(model, 1e-3))
+    reference = sparsevd.Budget(max_error_increase=1.0, reference=100.0)
+    attached = sparsevd.attach(optimizer, model, n_train=60, total_steps=9, budget=reference, val=(tokens, y))
+    assert attached.steering.last_beta == pytest.approx((5 * 60 / (3 * 6 + 4 * 6 + 600)) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("table", "call", "rows"),
+    [
+        (nn.Embedding(100, 6), lambda table, x: [table(step) for step in x.unbind(1)], 4),  # by steps: at most
+        (nn.Embedding(100, 6), lambda table, x: table(x.t()), 4),  # time first
+        (nn.EmbeddingBag(100, 6), lambda table, x: table(x.flatten(), torch.arange(0, x.numel(), 4)), 4),
+        (nn.EmbeddingBag(100, 6), lambda table, x: table(x), 3),
+        (nn.Embedding(100, 6), lambda table, x: table(x.flatten()[:7]), 100),  # whose they are, is not clear
+    ],
+)
+def test_rows_that_are_read_in_other_ways(table, call, rows):
+    tokens = torch.tensor([[5, 7, 7, 9], [0, 1, 2, 1]]).repeat(3, 1)
+    model = sparsevd.sparsify(table)
+    assert read_by_an_example(model, [(tokens, tokens[:, 0])], call) == pytest.approx(6 * rows)
 
 
 def test_few_examples_are_judged_more_strictly(dense):
@@ -453,9 +470,30 @@ def test_without_noise_no_layer_has_any_and_a_frozen_one_never():
         model.train().frozen.eval()
         config = sparsevd.FitConfig(epochs=6, noise=noise, learning_rate=1e-3)
         sparsevd.fit(model, data, data, config, budget=sparsevd.Budget(sparsity=0.3), forward=forward, progress=False)
+        assert drawn
         if noise is False:
             assert not any(any(each) for each in drawn)
         else:  # first with noise, then without
             assert [True, True, False] in drawn
             assert drawn[-1] == [False] * 3
         assert all(each.noise_is_on for each in (model.embed, model.out, model.frozen))
+
+
+def test_the_start_is_remembered_for_any_network(dense):
+    budget = sparsevd.Budget(max_error_increase=1.0)
+    for noisy in (True, False):
+        model = sparsevd.sparsify(dense)
+        steered = Steering(model, posteriors(model), budget, budget.judge(model, HELD_OUT), 1500, noisy=noisy)
+        optimizer = torch.optim.Adam(model.parameters())
+        with torch.no_grad():
+            model[0].weight.normal_()
+        steered.look(0.004, 1.0, optimizer)
+        assert torch.equal(model[0].weight, dense[0].weight)
+        assert steered.rate_factor == 0.5
+
+
+def test_a_copy_of_a_network_without_noise_has_it():
+    model = sparsevd.sparsify(nn.Linear(3, 2)).train()
+    switch_noise(model, False)
+    assert not model.draws_noise
+    assert copy.deepcopy(model).draws_noise

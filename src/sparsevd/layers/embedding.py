@@ -36,12 +36,11 @@ class SparseTable(SparseLayer):
             return "its vector for padding is not zero, and the KL would move it; set that row to zero, or exclude it"
         return ""
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
+    @torch.no_grad()
+    def _fill_padding_idx_with_zero(self) -> None:
+        """Called by the twin's own `reset_parameters`."""
         if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx].zero_()
-        nn.init.constant_(self.log_sigma2, self.initial_log_sigma2)
+            self.weight[self.padding_idx].zero_()
 
     def sampled(self, tokens: Tensor) -> Tensor:
         """θ + σ·ε of the row of each token; the row for padding has no noise."""

@@ -8,7 +8,7 @@ to zero. `plain()` gives that twin.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,6 +28,8 @@ class SparseLayer(NoisyModule):
     weights: tuple[str, ...] = ("weight",)  # parameters that carry noise ...
     others: tuple[str, ...] = ("bias",)  # ... and those that do not
     children_kept: ClassVar[tuple[str, ...]] = ()  # modules inside the plain twin that the layer takes over
+    _shown: Sequence[str] = ()  # attributes of the twin that this layer has too
+    read_elsewhere = False  # by a forward that is not this layer's, and needs the whole weight
     unit_axis: ClassVar[int] = 0  # of the weights; the inputs are at the other of the first two
 
     def __init__(
@@ -63,10 +65,10 @@ class SparseLayer(NoisyModule):
             noise = torch.full_like(weight, initial_log_sigma2, dtype=wide)
             # A frozen layer stays frozen as a whole.
             self.register_parameter(noise_name(name), nn.Parameter(noise, requires_grad=weight.requires_grad))
-        for name, value in self.attributes.items():  # a forward may read what its owner has put there
-            if not name.startswith("_") and not hasattr(self, name):
-                setattr(self, name, value)
-        self.read_elsewhere = False  # by a forward that is not this layer's, and needs the whole weight
+        # A forward may read what its owner has put there.
+        self._shown = [name for name in self.attributes if not name.startswith("_") and not hasattr(self, name)]
+        for name in self._shown:
+            setattr(self, name, self.attributes[name])
         self.train(twin.training)
 
     @classmethod
@@ -117,16 +119,22 @@ class SparseLayer(NoisyModule):
         if type(self).plain_type is self.plain_type:
             with torch.device("meta"):  # its parameters, soon replaced, take no room
                 twin = self.plain_type(**self.arguments())
-            twin.__dict__.update({name: value for name, value in self.attributes.items() if not hasattr(twin, name)})
+            twin.__dict__.update({name: value for name, value in self._attributes() if not hasattr(twin, name)})
             return twin
         twin = self.plain_type.__new__(self.plain_type)
         nn.Module.__init__(twin)
-        twin.__dict__.update(self.attributes)
+        twin.__dict__.update(self._attributes())
         noise = {posterior.noise for posterior in self.posteriors()}
         for name in self._parameters:  # in their order
             if name not in noise and not hasattr(twin, name):
                 twin.register_parameter(name, None)
         return twin
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """What the twin had beside its parameters, as it is now."""
+        for name, value in self.attributes.items():
+            now = getattr(self, name, value) if name in self._shown else value
+            yield name, now
 
     def arguments(self) -> dict[str, Any]:
         """What the twin's constructor takes."""

@@ -27,7 +27,8 @@ class SparseRecurrent(SparseLayer):
     input_size: int
     hidden_size: int
     bias: bool
-    _held: dict[str, Tensor] | None = None  # the noise while `one_sample` lasts, empty before the first call
+    # The noise while `one_sample` lasts, by weight and device, empty before the first call.
+    _held: dict[tuple[str, torch.device], Tensor] | None = None
 
     def recurrence(self, *arguments: Any) -> Any:
         """torch's own function of inputs, states and parameters."""
@@ -43,12 +44,12 @@ class SparseRecurrent(SparseLayer):
 
     def _epsilon(self, posterior: Posterior) -> Tensor:
         """Fresh, or what is held. Not the weights themselves are: a part of the network that is computed once more in
-        the backward pass, to save memory, needs a graph of its own."""
+        the backward pass, to save memory, needs a graph of its own. It is drawn in any case, so that what comes after
+        it has the same noise in both passes."""
+        fresh = torch.randn_like(posterior.log_sigma2)
         if self._held is None:
-            return torch.randn_like(posterior.log_sigma2)
-        if posterior.weight not in self._held:
-            self._held[posterior.weight] = torch.randn_like(posterior.log_sigma2)
-        return self._held[posterior.weight]
+            return fresh
+        return self._held.setdefault((posterior.weight, fresh.device), fresh)
 
     def hold(self, on: bool) -> None:
         """Keep the next noise for all calls that follow, or draw it for each call again."""
@@ -91,14 +92,14 @@ def one_sample(model: nn.Module) -> Iterator[None]:
     `fit` and `attach` do this for each pass of the network; a loop with `elbo_loss` does it by itself. The backward
     pass belongs to it where that computes a part of the network once more (`torch.utils.checkpoint`).
     """
-    layers = recurrent_layers(model)
-    for layer in layers:
+    before = {layer: layer._held for layer in recurrent_layers(model)}
+    for layer in before:
         layer.hold(True)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.hold(False)
+        for layer, held in before.items():
+            layer._held = held
 
 
 def recurrent_layers(model: nn.Module) -> list[SparseRecurrent]:

@@ -7,7 +7,7 @@ names "weight" becomes "log_sigma2": `weight` â†’ `log_sigma2`, `weight_hh_l0` â
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,10 @@ class NoisyModule(nn.Module, ABC):
     def draws_noise(self) -> bool:
         """Whether the next forward pass samples; else it computes with the weights as eval mode has them."""
         return self.training and self.noise_is_on
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a run has switched for a while: whoever holds a copy could not switch it back."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("noise_is_on", "_held")}
 
     @abstractmethod
     def posteriors(self) -> Sequence["Posterior"]:

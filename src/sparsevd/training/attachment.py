@@ -35,6 +35,7 @@ from sparsevd.training.noise_rates import NoiseRates
 from sparsevd.training.optimizer import BoundAdam, BoundStep
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.schedule import Schedule, choose_variance
+from sparsevd.training.weights_read import has_tables
 from sparsevd.training.wrappers import Hook, bare_model, bare_optimizers
 
 # Where the length of an epoch is not given, the run is cut into so many parts, after each of which weights may go.
@@ -96,18 +97,20 @@ def attach(
             stacklevel=2,
         )
     _check_optimizers(found)
-    judge = None
+    judge = read = None
     if budget is not None:
         _check_budget(budget, bare, val)
         if budget.measures and val is not None:
             with cut_at(bare, math.inf):  # the network as it was before it had noise
                 judge = budget.judge(bare, val, loss, forward, strict=True)
+            if has_tables(bare):
+                read = judge.read_by_an_example(bare)
     config = replace(config or FitConfig(), contract=False)
     if config.noise is not None:
         raise ArgumentError(
             f"noise={config.noise} is for fit with a budget; a loop of your own has the noise of its layers"
         )
-    return Attached(found, bare, config, int(n_train), budget, judge, int(total), int(per_epoch))
+    return Attached(found, bare, config, int(n_train), budget, judge, int(total), int(per_epoch), read)
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -177,8 +180,9 @@ class Attached(Schedule):
         judge: Judge | None,
         total_steps: int,
         steps_per_epoch: int,
+        read: float | None = None,
     ):
-        super().__init__(model, config, n_train, budget, judge)
+        super().__init__(model, config, n_train, budget, judge, read)
         self.steps = 0  # of the optimizer; of the one with the most, where there are several
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.ended = ""  # what a budget says at the end
@@ -199,6 +203,8 @@ class Attached(Schedule):
         _make_noise_differ()
         self._recurrent = recurrent_layers(model)
         self._handles = self._hooks()
+        self._begin_sample()
+        self._switch_noise()
         _attached.add(self)
 
     def _hooks(self) -> list[Any]:
@@ -207,21 +213,16 @@ class Attached(Schedule):
         ]
         for each in self._optimizers:
             handles += [each.register_step_pre_hook(self._before), each.register_step_post_hook(self._after)]
-        if self.steering is not None:
-            handles.append(self._model.register_forward_pre_hook(Hook(self._switch_noise)))
         if self._recurrent:
             handles.append(self._model.register_forward_pre_hook(Hook(self._begin_sample)))
         return handles
 
     def _begin_sample(self, *_: object) -> None:
-        """One sample of the weights of recurrent layers for each pass, forward and backward: until the next, or the
-        step."""
-        for layer in self._recurrent:
-            layer.hold(True)
-
-    def _end_sample(self) -> None:
-        for layer in self._recurrent:
-            layer.hold(False)
+        """One sample of the weights of recurrent layers from one step to the next; and for each pass, where the network
+        is called as a whole. It lasts through the backward pass, which may compute layers once more."""
+        if self._model.training:
+            for layer in self._recurrent:
+                layer.hold(True)
 
     def _refuse_another(self) -> None:
         layers = {each.layer for each in self.posteriors}
@@ -249,7 +250,8 @@ class Attached(Schedule):
             handle.remove()
         self._handles = []
         switch_noise(self._model, True)
-        self._end_sample()
+        for layer in self._recurrent:
+            layer.hold(False)
         _attached.discard(self)
 
     # At the optimizer's step.
@@ -301,7 +303,7 @@ class Attached(Schedule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._end_sample()
+        self._begin_sample()
         if optimizer in self._skipped:
             self._skipped.discard(optimizer)
             return
@@ -316,6 +318,7 @@ class Attached(Schedule):
             return
         if self.steering is not None:
             self._follow_budget(optimizer)
+            self._switch_noise()
         elif self.steps % self.steps_per_epoch == 0:
             self._check_numbers()
             _make_noise_differ()
@@ -358,7 +361,7 @@ class Attached(Schedule):
         for module, mode in modes.items():
             module.training = mode
 
-    def _switch_noise(self, *_: object) -> None:
+    def _switch_noise(self) -> None:
         switch_noise(self._model, self.at(self.progress).noisy)
 
     # Zeros.
@@ -421,6 +424,7 @@ class Attached(Schedule):
         self.steps = steps
         self._counts = dict(zip(self._counts, counts, strict=True))
         self._stale = True
+        self._switch_noise()
         if total != self.total_steps:
             warnings.warn(
                 f"the run was to have {total:,} steps and now has {self.total_steps:,}: the schedule goes on as if it "

@@ -11,6 +11,7 @@ loss has about two thirds of the error's uncertainty, and is lucky at other look
 """
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, SparseVDError, SparseVDWarning
 from sparsevd.training.data import Data, batches, checked
-from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, evaluate
-from sparsevd.training.inputs import Forward
+from sparsevd.training.evaluation import EVALUATION_BATCH, Evaluation, Loss, Metric, device_of, evaluate
+from sparsevd.training.inputs import Forward, changed
 from sparsevd.training.likelihood import Likelihood
+from sparsevd.training.weights_read import read_by_an_example
 
 Agreed = Callable[[list[float]], list[float]]
 # A point of error that the budget allows is about so much loss, in nats. Chosen among 0.01, 0.02 and 0.03 on breast
@@ -40,6 +42,7 @@ COLLAPSE_POINTS, COLLAPSE_NATS = 3.0, 0.2
 # It rises by 0.3 of itself at the best rate for a ResNet-8 at 75 % zeros, and by 0.2 and 0.7 at a good and at a bad
 # rate for a ResNet-20 (experiments/results/budget_trials.json).
 BEARABLE = 0.4
+FIRST_BATCHES = 5  # to see how many weights an example reads
 # Temperatures to try, from surer to less sure.
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 9)]
 # What is known of the worth of a nat before the first look counts as a look at this rise of the loss, squared.
@@ -118,7 +121,7 @@ class Judge:
         agreed: Agreed = list,
     ):
         self.data, self._forward, self._metric = checked(data, "the held-out data"), forward, metric
-        self.agreed = agreed
+        self._agreed = agreed
         self._loss = copy.deepcopy(loss)  # one that learns from the training data must not change the measure
         self._allowed = {"error": error, "loss": loss_rise, "metric": metric_fall}
         network = reference if isinstance(reference, nn.Module) else None
@@ -144,6 +147,13 @@ class Judge:
         logits = not isinstance(loss, Likelihood)  # ours have no temperature
         if (self.few or steady) and error is not None and network is not None and logits and _classes(self.data):
             self.compare_with(base, self._measured(network, calibrated=True)[1])
+
+    def read_by_an_example(self, model: nn.Module) -> float:
+        """How many weights one of the first held-out examples reads."""
+        first = list(itertools.islice(batches(self.data, EVALUATION_BATCH, shuffle=False), FIRST_BATCHES))
+        device = device_of(model)
+        placed = [(changed(x, lambda tensor: tensor.to(device)), y.to(device)) for x, y in first]
+        return read_by_an_example(model, placed, self._forward)
 
     def compare_with(self, base: Evaluation, calibrated: float | None) -> None:
         """From now on, against what was measured elsewhere: a run that goes on has the reference of its start."""
@@ -200,7 +210,7 @@ class Judge:
         metric = _WithTemperatures(self._metric) if calibrated else self._metric
         found = evaluate(model, self.data, self._loss, forward=self._forward, metric=metric)
         by_temperature = metric.losses() if isinstance(metric, _WithTemperatures) else []
-        loss, error, value, *by_temperature = self.agreed(
+        loss, error, value, *by_temperature = self._agreed(
             [found.loss, found.error or 0.0, found.metric or 0.0, *by_temperature]
         )
         agreed = replace(

@@ -275,8 +275,8 @@ class Loop:
                     "stay in the computation (no contraction)"
                 )
         read = None
-        if self._budget is not None:
-            read = self.team.agreed([start.read_by_an_example(task, config)])[0]
+        if self._budget is not None and not then:  # else the weight of the KL is known
+            read = self.team.agreed([start.weights_read(task, config) or 0.0])[0] or None
         self.schedule = Schedule(self.model, config, task.n, self._budget, judge, read)
 
     def _choose_the_same(self) -> None:
@@ -318,6 +318,7 @@ class Loop:
             self.state.bfloat16 = bool(self.team.agreed([bfloat16])[0])
         if self.config.autocast and self.task.device.type == "cpu" and not multiplies_bfloat16():
             self._say("note: this CPU has no instructions for bfloat16, so autocast makes training slower here")
+        switch_noise(self.model, True)  # whatever another run has left
         choose_variance(self.model, self.config.variance_dtype, self.state.bfloat16)
         if self.config.autocast and any(
             layer.variance_dtype is torch.float32 for layer in noisy_modules(self.model).values()
@@ -386,7 +387,8 @@ class Loop:
         self.optimizer.set_learning_rate(self.config.rate(self.progress) * phase.rate_factor, phase.noise_ratio)
         self.optimizer.kl_weight = phase.kl_weight
         if self._budget is not None:
-            switch_noise(self.model, phase.noisy)
+            if phase.noisy != self._noisy:
+                switch_noise(self.model, phase.noisy)
             if self._averaging is not None and phase.noisy != self._noisy:
                 self._averaging.begin_anew()  # without noise log σ² has no gradient
             self._noisy = phase.noisy

@@ -31,7 +31,7 @@ from sparsevd.training.likelihood import Likelihood
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
-from sparsevd.training.weights_read import weights_read
+from sparsevd.training.weights_read import has_tables, read_by_an_example
 
 RATES = ("learning_rate", "log_sigma2_lr_ratio", "late_log_sigma2_lr_ratio")
 CHOSEN = (*RATES, "noise")
@@ -224,17 +224,13 @@ def check_noise(noise: bool | None, budget: Budget | None) -> None:
         )
 
 
-def read_by_an_example(task: Task, config: FitConfig) -> float:
-    """How many weights the first training examples read."""
-    found = posteriors(task.model)
-    measured = float(sum(each.theta.numel() for each in found))
-    with suppress(Exception), cut_at(task.model, math.inf):  # the first step will say it in a sentence
-        measured = weights_read(
-            task.model,
-            found,
-            lambda: evaluate_batches(task.model, _first(task, config, BATCHES), task.loss, task.forward),
-        )
-    return measured
+def weights_read(task: Task, config: FitConfig) -> float | None:
+    """How many weights one of the first training examples reads; None where it reads all, or cannot be asked."""
+    if has_tables(task.model):
+        with suppress(Exception):  # the first step will say it in a sentence
+            first = [task.placed(batch) for batch in _first(task, config, BATCHES)]
+            return read_by_an_example(task.model, first, task.forward)
+    return None
 
 
 def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
@@ -285,11 +281,10 @@ def _survives(
             optimizer.set_learning_rate(rate * min(1.0, 2 * (step + 1) / count), 1.0)
             optimizer.zero_grad()
             with one_sample(model):
-                output = task.forward(model, x)
-            loss: Tensor = measure(output, y)
-            if not loss.isfinite():
-                return False
-            loss.backward()  # type: ignore[no-untyped-call]
+                loss: Tensor = measure(task.forward(model, x), y)
+                if not loss.isfinite():
+                    return False
+                loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     with cut_at(model, math.inf):
         after = evaluate_batches(model, harm.shown_by, copy.deepcopy(task.loss), task.forward)

@@ -26,7 +26,6 @@ from sparsevd.training.budget import Budget, Point, Search, cut_at, packed_size
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.gradual_cuts import GradualCuts
 from sparsevd.training.judge import Judge, Verdict
-from sparsevd.training.weights_read import weights_read
 
 _DOUBLE = torch.float64
 
@@ -68,11 +67,11 @@ class Steering:
         judge: Judge | None,
         n_train: int,
         noisy: bool = True,
-        read: float | None = None,  # weights that an example reads; None: as the held-out data says, or all
+        read: float | None = None,  # weights that an example reads; None: all
     ):
         self._model, self._posteriors, self._budget, self._judge = model, posteriors, budget, judge
         self.weights = sum(each.theta.numel() for each in posteriors)
-        self._log_beta = 0.0
+        self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / (read or self.weights)) ** 2))
         self.rate_factor = 1.0  # halved by every collapse
         self.learning = True
         self._next = 0.0  # progress of the next look
@@ -91,15 +90,7 @@ class Steering:
         self._rungs: list[dict[str, Tensor]] = []  # which weights were there before some of them
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
-        if judge is not None:
-            measured = weights_read(model, posteriors, lambda: self._remember_the_start(judge))
-            read = judge.agreed([measured])[0] if read is None else read
-        if noisy:
-            self._log_beta = math.log(min(1.0, (MANY_WEIGHTS * n_train / (read or self.weights)) ** 2))
-
-    def _remember_the_start(self, judge: Judge) -> None:
-        found = judge.look(self._model)
-        if found.keeps if self._noisy or judge.few else found.beyond <= 0:
+        if judge is not None and (judge.look(model).keeps if noisy or judge.few else judge.look(model).beyond <= 0):
             self._good = self._snapshot()
 
     @torch.no_grad()

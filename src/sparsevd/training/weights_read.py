@@ -1,65 +1,68 @@
 """How many weights an example reads: every one of a layer, but of an embedding only the rows of its tokens.
 
 The KL is heavy where there are many weights for each example. Most rows of a large vocabulary are read by hardly any:
-they are nothing that an example would have to pay for.
+they are nothing that an example would have to pay for. Where it is not clear which rows an example reads, it counts as
+reading all: a KL that begins too light is better than one that begins too heavy.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from sparsevd.layers.embedding import SparseTable
-from sparsevd.posterior import Posterior, noisy_modules
+from sparsevd.layers.embedding import SparseEmbeddingBag, SparseTable
+from sparsevd.layers.modes import in_eval_mode
+from sparsevd.posterior import noisy_modules, posteriors
+from sparsevd.training.data import Batch
+from sparsevd.training.inputs import Forward
 
 
-def weights_read(model: nn.Module, posteriors: Iterable[Posterior], look: Callable[[], object]) -> float:
-    """The mean over the examples that the network gets while `look` is called."""
-    posteriors = list(posteriors)
+def has_tables(model: nn.Module) -> bool:
+    """Whether it is worth asking: without embeddings, an example reads all."""
+    return any(isinstance(module, SparseTable) for module in model.modules())
+
+
+@torch.no_grad()
+def read_by_an_example(model: nn.Module, data: Iterable[Batch], forward: Forward) -> float:
+    """The mean over these batches, which are where the model is."""
     layers = noisy_modules(model).values()
-    elsewhere = {each.theta for layer in layers if not isinstance(layer, SparseTable) for each in layer.posteriors()}
-    tables: dict[nn.Module, _Lookups] = {
-        each.layer: _Lookups()
-        for each in posteriors
-        if isinstance(each.layer, SparseTable) and each.theta not in elsewhere
-    }
-    if not tables:
-        return float(sum(each.theta.numel() for each in posteriors))
-    size: list[int] = []  # of the batch
+    tables = [layer for layer in layers if isinstance(layer, SparseTable) and not layer.read_elsewhere]
+    whole = {each.theta for layer in layers if layer not in tables for each in layer.posteriors()}
+    rows = {table.weight: 0.0 for table in tables if table.weight not in whole}  # that all examples have read
+    size = 0  # of a batch
 
-    def begin(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        size[:] = [len(each) for each in tree_leaves((arguments, named)) if isinstance(each, Tensor) and each.ndim][:1]
-
-    def looked_up(table: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def look_up(table: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         tokens = next(each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor))
-        tables[table].add(tokens, size[0] if size else None)
+        weight = table.get_parameter("weight")
+        if weight in rows:
+            found = _different(tokens, size, in_bags=isinstance(table, SparseEmbeddingBag))
+            rows[weight] += found or size * len(weight)
 
-    hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
-    hooks += [table.register_forward_pre_hook(looked_up, with_kwargs=True) for table in tables]
+    hooks = [table.register_forward_pre_hook(look_up, with_kwargs=True) for table in tables]
+    examples = 0
     try:
-        look()
+        with in_eval_mode(model):
+            for x, y in data:
+                size = len(y)
+                examples += size
+                forward(model, x)
     finally:
         for hook in hooks:
             hook.remove()
-    return sum(each.theta.numel() * _share(each, tables.get(each.layer)) for each in posteriors)
+    total = 0.0
+    for each in posteriors(model):
+        found = rows.get(each.theta, 0.0) / max(1, examples)
+        total += each.theta.numel() * (min(1.0, found / len(each.theta)) if found else 1.0)
+    return total
 
 
-class _Lookups:
-    """Different rows that the examples have read."""
-
-    def __init__(self) -> None:
-        self.rows, self.examples = 0, 0
-
-    def add(self, tokens: Tensor, batch: int | None) -> None:
-        per_example = tokens.ndim > 0 and batch in (None, len(tokens))  # else all of them read all, as of places
-        each = tokens.reshape(len(tokens), -1) if per_example else tokens.reshape(1, -1)
-        in_order = each.sort(1).values
-        self.rows += int((in_order.diff(dim=1) != 0).sum()) + len(each)
-        self.examples += len(each)
-
-
-def _share(posterior: Posterior, lookups: _Lookups | None) -> float:
-    if lookups is None or not lookups.examples:
-        return 1.0
-    return min(1.0, lookups.rows / lookups.examples / max(1, len(posterior.theta)))
+def _different(tokens: Tensor, size: int, *, in_bags: bool) -> int:
+    """How many rows the examples of a batch read, those of one and the same once; 0 if that cannot be seen."""
+    if tokens.ndim and len(tokens) == size:
+        in_order = tokens.reshape(size, -1).sort(1).values
+        return int((in_order.diff(dim=1) != 0).sum()) + size
+    if in_bags or (tokens.ndim > 1 and tokens.shape[1] == size):  # bags one after the other, or time first
+        return tokens.numel()
+    return 0
