@@ -31,6 +31,7 @@ class GradualCuts:
     POWER_BEFORE_GOING_BACK: ClassVar[int] = 2
     POWER_FOR_CUTS: ClassVar[int] = 4
     CUT: ClassVar[float] = 0.13  # of the weights, at the first rate; a low rate brings back less at a time
+    SMALLEST: ClassVar[float] = 0.25  # of this
     PATIENCE: ClassVar[int] = 4  # rounds in which it was hoped for more than came
 
     cost: float = 0.0  # of the rate: the mean over the looks before the first cut
@@ -53,10 +54,14 @@ class GradualCuts:
         lost = verdict.beyond > hope * decayed**self.POWER_BEFORE_GOING_BACK or (few and not verdict.keeps)
         self.in_vain = self.in_vain + 1 if lost else 0
         left = decayed**self.POWER_FOR_CUTS if self.has_cut else 1.0
-        if verdict.excess > hope * left or (few and not verdict.keeps):
+        room = hope * left - verdict.excess
+        if room < 0 or (few and not verdict.keeps):
             return 0.0
         self.has_cut = True
-        return self.CUT * (0.25 + 0.75 * decayed)
+        # Where less is left than what the search aims at, less at a time, since a look may be lucky.
+        aim = verdict.rise - verdict.excess
+        part = min(1.0, room / aim) if aim > 0 and not few else 1.0
+        return self.CUT * max(self.SMALLEST, min(part, 0.25 + 0.75 * decayed))
 
     def goes_back(self) -> bool:
         """Whether the last cuts were too many; asked after each look that cuts nothing."""

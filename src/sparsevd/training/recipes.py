@@ -22,6 +22,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
+# With a budget and without noise, the rate falls from this part of the run on: before it weights are cut.
+HELD = 0.6
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,13 @@ class FitConfig:
 
     def rate(self, progress: float) -> float:
         """The learning rate of the weights when this part of the run is over."""
-        return (LEARNING_RATE if self.learning_rate is None else self.learning_rate) * DECAYS[self.decay](progress)
+        return (LEARNING_RATE if self.learning_rate is None else self.learning_rate) * self.decayed(progress)
+
+    def decayed(self, progress: float) -> float:
+        """What is left of the first rate."""
+        if self.noise is False:  # a rate that falls heals no more cuts
+            progress = max(0.0, progress - HELD) / (1 - HELD)
+        return DECAYS[self.decay](progress)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from sparsevd.training.budget import Budget
 from sparsevd.training.contraction import contracted
 from sparsevd.training.judge import Judge
 from sparsevd.training.objective import warm_up
-from sparsevd.training.recipes import DECAYS, VARIANCE_DTYPES, FitConfig
+from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
 from sparsevd.training.steering import Steering
 
 
@@ -126,7 +126,7 @@ class Schedule:
     def look(self, progress: float, optimizer: torch.optim.Optimizer) -> None:
         """After each step of a run with a budget: see whether it is kept, and act."""
         if self.steering is not None and self.steering.wants_to_look(progress):
-            self.steering.look(progress, DECAYS[self.config.decay](progress), optimizer)
+            self.steering.look(progress, self.config.decayed(progress), optimizer)
             self._find_zeros()
 
     def finish(self) -> str:
