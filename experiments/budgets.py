@@ -23,7 +23,7 @@ import numpy as np
 import resnet20
 import torch
 import torch.nn.functional as F
-from records import Records
+from records import Records, commit
 from torch import Tensor, nn
 
 import sparsevd
@@ -223,7 +223,8 @@ def measured(task: str, kind: str, seed: int, **setting: float) -> dict[str, Any
             ]
             return {"epochs": config.epochs, "seconds": round(seconds, 1), "cuts": cuts}
         asked = sparsevd.Budget(sparsity=setting["share"]) if kind == "sparsity" else budget(about, setting["points"])
-        folder = Path("runs") / "budgets" / f"{task}-{seed}-{asked}".replace(" ", "_") if about.long else None
+        unit = f"{task}-{seed}-{asked}".replace(" ", "_")
+        folder = Path("runs") / "budgets" / commit() / unit if about.long else None  # no run goes on with other rules
         history = sparsevd.fit(
             model,
             train,
