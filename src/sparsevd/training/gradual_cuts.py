@@ -1,11 +1,11 @@
 """How many weights go at a look, in a run without noise: gradual pruning whose end the held-out data decides.
 
-A cut costs at first, and training brings most of that back while the rate falls. So what a look shows is compared with
-what the search aims at plus what is still hoped for. That hope is measured: the looks before the first cut show what
-the rate alone costs, and all of that comes back. From the first cut on, the hope falls with the square of what is left
-of the rate, as the cost of the rate does (seen on a ResNet-8). Where more than that is lost for long, what went last
-comes back. A cut asks for more caution: what goes in the middle of a run has little time to heal, so the hope for cuts
-falls with the fourth power.
+A cut costs at first, and training brings most of that back, the more the higher the rate. So the rate is held for a
+good part of the run (recipes.py), and most weights go then. What a look shows is compared with what the search aims at
+plus what is still hoped for. That hope is measured: the looks before the first cut show what the rate alone costs, and
+all of that comes back. From the first cut on, the hope falls with the square of what is left of the rate, as the cost
+of the rate does (seen on a ResNet-8). Where more than that is lost for long, what went last comes back. A cut asks for
+more caution: what goes while the rate falls has little time to heal, so the hope for cuts falls with the fourth power.
 
 It knows numbers only; `steering` cuts.
 """
