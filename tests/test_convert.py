@@ -373,9 +373,30 @@ class ReadsMany(nn.Module):
         return F.linear(self.stack[0](x), self.named["last"].weight) + self.cell.bias_ih.sum()
 
 
+class ReadsMore(ReadsMany):
+    """The last of a list, one by a variable, each in a loop, and under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends, self.some, self.all = (nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]) for _ in range(3))
+        self.alias, self.called, self.sizes = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)]), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = F.linear(super().forward(x), self.ends[-1].weight)
+        for i, _ in enumerate(self.some):
+            x = F.linear(x, self.some[i].weight)
+        x = x + sum(F.linear(x, layer.weight) for layer in self.all)
+        for layer in self.called:
+            x = layer(x)
+        other = self.alias
+        return F.linear(x, other.weight) * self.sizes.weight.shape[0]
+
+
 def test_weights_that_a_forward_reads_are_found_by_any_name():
-    found = preview(ReadsMany()).read_elsewhere
-    assert set(found) == {"cell", "attention", "stack.1", "named.last"}
+    found = {"cell", "attention", "stack.1", "named.last"}
+    assert set(preview(ReadsMany()).read_elsewhere) == found
+    found |= {"ends.1", "some.0", "some.1", "all.0", "all.1", "alias"}
+    assert set(preview(ReadsMore()).read_elsewhere) == found
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
