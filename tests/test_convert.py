@@ -450,9 +450,12 @@ def test_reasons_are_given():
             self.masked = random_unstructured(nn.Linear(3, 3), "weight", 0.5)
             self.patched = nn.Linear(3, 3)
             self.patched.register_buffer("scale", torch.ones(1))
+            self.limited = nn.Linear(3, 3)
+            self.limited.threshold = 0.25
             self.fine = nn.Linear(3, 3)
 
     skipped = preview(Lazy()).skipped
+    assert "have a threshold of their own; give this attribute another name" in skipped.pop("limited")
     assert "run the model once" in skipped["lazy"]
     assert "parametrization" in skipped["normed"]
     assert "forward hooks" in skipped["hooked"]

@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
 from sparsevd.layers.functional_use import weights_read
+from sparsevd.layers.layer import OWN_ATTRIBUTES
 from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.posterior import (
@@ -439,6 +440,8 @@ def _why_not(module: nn.Module, owners: Owners) -> str:
             reasons.append(refusal)
         elif extra := _extras(module, kind):
             reasons.append(f"it carries more than a weight and a bias ({', '.join(extra)}), which a swap would lose")
+        elif taken := [name for name in OWN_ATTRIBUTES if name in vars(module) and name not in kind.options]:
+            reasons.append(f"Sparse VD layers have a {taken[0]} of their own; give this attribute another name")
         elif module._forward_hooks or module._forward_pre_hooks:
             reasons.append("it has forward hooks, which a swap would lose; register them after sparsify")
     elif any(is_lazy(p) for p in own.values()):

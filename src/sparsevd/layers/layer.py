@@ -20,6 +20,10 @@ from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, checked_thresh
 INITIAL_LOG_SIGMA2 = -8.0
 
 
+# Names that an attribute of a plain layer cannot have, since a forward that reads it would find ours.
+OWN_ATTRIBUTES = ("threshold", "weights", "others", "attributes", "part", "initial_log_sigma2", "variance_dtype")
+
+
 class SparseLayer(NoisyModule):
     """A layer with the parameters of its plain twin, and noise on those that `weights` names."""
 
