@@ -32,12 +32,14 @@ class GradualCuts:
     POWER_FOR_CUTS: ClassVar[int] = 4
     CUT: ClassVar[float] = 0.13  # of the weights, at the first rate; a low rate brings back less at a time
     SMALLEST: ClassVar[float] = 0.25  # of this
+    MEMORY: ClassVar[float] = 3.0  # looks
     PATIENCE: ClassVar[int] = 4  # rounds in which it was hoped for more than came
 
     cost: float = 0.0  # of the rate: the mean over the looks before the first cut
     looks: int = 0  # how many these were
     in_vain: int = 0  # rounds in a row
     has_cut: bool = False  # at any time: what came back since has not been there all along
+    recent: float = 0.0  # the excess over the last looks, since the first cut
 
     def part(self, verdict: Verdict, progress: float, decayed: float, few: bool = False) -> float:
         """The part of the weights to cut now, 0 to wait; `decayed` is what is left of the first rate.
@@ -54,11 +56,14 @@ class GradualCuts:
         lost = verdict.beyond > hope * decayed**self.POWER_BEFORE_GOING_BACK or (few and not verdict.keeps)
         self.in_vain = self.in_vain + 1 if lost else 0
         left = decayed**self.POWER_FOR_CUTS if self.has_cut else 1.0
-        room = hope * left - verdict.excess
+        # The weights are never still at a high rate, and one look of several is always lucky.
+        excess = verdict.excess if math.isfinite(verdict.excess) else 1.0
+        self.recent = self.recent + (excess - self.recent) / self.MEMORY if self.has_cut else excess
+        room = hope * left - (verdict.excess if few else max(verdict.excess, self.recent))
         if room < 0 or (few and not verdict.keeps):
             return 0.0
         self.has_cut = True
-        # Where less is left than what the search aims at, less at a time, since a look may be lucky.
+        # Where less is left than what the search aims at, less at a time.
         aim = verdict.rise - verdict.excess
         part = min(1.0, room / aim) if aim > 0 and not few else 1.0
         return self.CUT * max(self.SMALLEST, min(part, 0.25 + 0.75 * decayed))

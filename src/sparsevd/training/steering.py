@@ -15,6 +15,7 @@ It knows no loop: `Schedule` asks it.
 
 import math
 import warnings
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -401,8 +402,8 @@ class Steering:
         target = math.nan if self._target is None else self._target
         numbers = [self._log_beta, self.rate_factor, float(self.learning), self._next, float(self._beyond)]
         numbers += [self._cut, target, self._first, self._best_zeros, self._learns_until, *self._mark]
-        numbers += [self._cuts.cost, float(self._cuts.looks), float(self._cuts.in_vain), float(self._cuts.has_cut)]
         numbers += self._judge.worth if self._judge is not None else (0.0, 0.0)
+        numbers += map(float, astuple(self._cuts))
         state = {"steering": torch.tensor(numbers, dtype=torch.float64)}
         if self._judge is not None:
             base = self._judge.base
@@ -418,22 +419,23 @@ class Steering:
         self._log_beta, self.rate_factor, learning, self._next, beyond = numbers[:5]
         self._cut, target, self._first, self._best_zeros, self._learns_until = numbers[5:10]
         self._mark = (numbers[10], numbers[11], numbers[12])
-        self._cuts = GradualCuts(numbers[13], int(numbers[14]), int(numbers[15]), bool(numbers[16]))
+        cost, looks, in_vain, has_cut, recent = numbers[15:]
+        self._cuts = GradualCuts(cost, int(looks), int(in_vain), bool(has_cut), recent)
         self.learning, self._beyond = bool(learning), int(beyond)
         self._target = None if math.isnan(target) else target
         if self._judge is not None:
             known = [None if math.isnan(value) else value for value in state["reference"].tolist()]
             loss = math.nan if known[0] is None else known[0]
             self._judge.compare_with(Evaluation(loss, *known[1:3]), known[3])
-            self._judge.worth = (numbers[17], numbers[18])
+            self._judge.worth = (numbers[13], numbers[14])
         self._good, self._best = _network_in(state, "good/"), _network_in(state, "best/")
         self._rungs = [_network_in(state, kind) for kind in _rungs_in(state)]
 
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
-        if not isinstance(numbers, Tensor) or numbers.shape != (19,) or numbers.dtype is not _DOUBLE:
-            return "it lacks the nineteen numbers of a run with a budget"
+        if not isinstance(numbers, Tensor) or numbers.shape != (20,) or numbers.dtype is not _DOUBLE:
+            return "it lacks the twenty numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
