@@ -32,29 +32,14 @@ def test_the_first_looks_show_what_the_rate_costs_and_nothing_goes():
 
 
 def test_it_cuts_while_the_falling_rate_can_bring_it_back():
-    def part(rise, progress, decayed):
-        cuts = GradualCuts(cost=0.5, looks=2, has_cut=True, recent=seen(rise).excess)
-        found = cuts.part(seen(rise), progress, decayed)
-        assert cuts.cost == 0.5
-        return found
-
-    assert part(0.49, 0.1, 1.0) == pytest.approx(GradualCuts.CUT)
-    assert part(0.6, 0.1, 1.0) == pytest.approx(GradualCuts.CUT / 2)  # half of the aim, 0.2, is left
-    assert part(0.69, 0.1, 1.0) == pytest.approx(GradualCuts.CUT / 4)
-    assert part(0.71, 0.1, 1.0) == 0  # beyond the aim and the cost of the rate
-    assert part(0.02, 0.5, 0.5) == pytest.approx(GradualCuts.CUT * 0.625)
-    assert part(0.23, 0.5, 0.5) == pytest.approx(GradualCuts.CUT / 4)
-    assert part(0.24, 0.5, 0.5) == 0  # a sixteenth is left of the hope
-    assert part(0.2, 0.9, 0.0) == pytest.approx(GradualCuts.CUT / 4)
-    assert part(0.21, 0.9, 0.0) == 0
-
-
-def test_one_lucky_look_is_not_enough():
-    cuts = GradualCuts(cost=0.5, looks=2, has_cut=True, recent=seen(0.9).excess)
-    assert cuts.part(seen(0.6), 0.1, 1.0) == 0  # the mean is 0.8
-    assert cuts.part(seen(0.6), 0.1, 1.0) == 0
-    assert cuts.part(seen(0.4), 0.1, 1.0) > 0  # 0.62
-    assert cuts.part(seen(0.8), 0.1, 1.0) == 0  # nor is what was before
+    cuts = GradualCuts(cost=0.5, looks=2, has_cut=True)
+    assert cuts.part(seen(0.69), 0.1, 1.0) == pytest.approx(GradualCuts.CUT)
+    assert cuts.part(seen(0.71), 0.1, 1.0) == 0  # beyond the aim, 0.2, and the cost of the rate
+    assert cuts.part(seen(0.23), 0.5, 0.5) == pytest.approx(GradualCuts.CUT * 0.625)
+    assert cuts.part(seen(0.24), 0.5, 0.5) == 0  # a sixteenth is left of the hope
+    assert cuts.part(seen(0.2), 0.9, 0.0) == pytest.approx(GradualCuts.CUT / 4)
+    assert cuts.part(seen(0.21), 0.9, 0.0) == 0
+    assert cuts.cost == 0.5
 
 
 def test_it_waits_longer_before_it_goes_back_than_before_it_cuts():

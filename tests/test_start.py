@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsevd
+from sparsevd.errors import ArgumentError
 from sparsevd.posterior import posteriors
 from sparsevd.posterior.posterior import BELOW_WEIGHTS
 from sparsevd.training import start
@@ -240,3 +241,20 @@ def test_without_noise_the_rate_of_a_regression_is_a_multiple_too():
         budget = sparsevd.Budget(max_loss_increase=0.1) if noise is False else None
         rates[noise] = start.begin(task, config, budget).config.learning_rate
     assert rates[False] == start.BOLD * rates[None] < LEARNING_RATE
+
+
+@pytest.mark.parametrize(
+    ("budget", "settings", "rates"),
+    [
+        (sparsevd.Budget(sparsity=0.5), {}, [1, 1, 0.5, 0]),
+        (sparsevd.Budget(max_loss_increase=0.1), {}, [1, 1, 0.5, 0]),
+        (sparsevd.Budget(max_error_increase=1.0), {}, [1, 0.905, 0.095, 0]),  # one look of several would be lucky
+        (sparsevd.Budget(sparsity=0.5), {"held": 0.2}, [1, 1, 0.146, 0]),
+        (sparsevd.Budget(sparsity=0.5), {"noise": True}, [1, 0.905, 0.095, 0]),
+    ],
+)
+def test_without_noise_the_rate_is_held_unless_an_error_decides(budget, settings, rates):
+    config = start.holding(sparsevd.FitConfig(learning_rate=1.0, **{"noise": False} | settings), budget)
+    assert [config.rate(part) for part in (0, 0.2, 0.8, 1)] == pytest.approx(rates, abs=1e-3)
+    with pytest.raises(ArgumentError, match="held=1 must be a part of the run"):
+        sparsevd.FitConfig(held=1)

@@ -13,7 +13,7 @@ from sparsevd import cli_misspelling
 # An option has one name and one meaning in all commands, so one list serves all of them.
 GROUPS = {
     "Network and data": "model net data data_dir val_size shift mirror input_shape init_from",
-    "Training": "recipe methods epochs batch_size learning_rate decay adam_beta2 pretrain_epochs "
+    "Training": "recipe methods epochs batch_size learning_rate decay held adam_beta2 pretrain_epochs "
     "pretrain_learning_rate pretrain_weight_decay polish",
     "Noise": "log_sigma2_lr_ratio late_log_sigma2_lr_ratio late_from warm_up_start warm_up_end",
     "What is dropped": "threshold drop_patience drop_from",

@@ -1,11 +1,11 @@
 """How many weights go at a look, in a run without noise: gradual pruning whose end the held-out data decides.
 
-A cut costs at first, and training brings most of that back, the more the higher the rate. So the rate is held for a
-good part of the run (recipes.py), and most weights go then. What a look shows is compared with what the search aims at
-plus what is still hoped for. That hope is measured: the looks before the first cut show what the rate alone costs, and
-all of that comes back. From the first cut on, the hope falls with the square of what is left of the rate, as the cost
-of the rate does (seen on a ResNet-8). Where more than that is lost for long, what went last comes back. A cut asks for
-more caution: what goes while the rate falls has little time to heal, so the hope for cuts falls with the fourth power.
+A cut costs at first, and training brings most of that back while the rate falls. So what a look shows is compared with
+what the search aims at plus what is still hoped for. That hope is measured: the looks before the first cut show what
+the rate alone costs, and all of that comes back. From the first cut on, the hope falls with the square of what is left
+of the rate, as the cost of the rate does (seen on a ResNet-8). Where more than that is lost for long, what went last
+comes back. A cut asks for more caution: what goes in the middle of a run has little time to heal, so the hope for cuts
+falls with the fourth power. Where no error decides, the rate is held for a part of the run, and most weights go then.
 
 It knows numbers only; `steering` cuts.
 """
@@ -31,15 +31,12 @@ class GradualCuts:
     POWER_BEFORE_GOING_BACK: ClassVar[int] = 2
     POWER_FOR_CUTS: ClassVar[int] = 4
     CUT: ClassVar[float] = 0.13  # of the weights, at the first rate; a low rate brings back less at a time
-    SMALLEST: ClassVar[float] = 0.25  # of this
-    MEMORY: ClassVar[float] = 3.0  # looks
     PATIENCE: ClassVar[int] = 4  # rounds in which it was hoped for more than came
 
     cost: float = 0.0  # of the rate: the mean over the looks before the first cut
     looks: int = 0  # how many these were
     in_vain: int = 0  # rounds in a row
     has_cut: bool = False  # at any time: what came back since has not been there all along
-    recent: float = 0.0  # the excess over the last looks, since the first cut
 
     def part(self, verdict: Verdict, progress: float, decayed: float, few: bool = False) -> float:
         """The part of the weights to cut now, 0 to wait; `decayed` is what is left of the first rate.
@@ -56,17 +53,10 @@ class GradualCuts:
         lost = verdict.beyond > hope * decayed**self.POWER_BEFORE_GOING_BACK or (few and not verdict.keeps)
         self.in_vain = self.in_vain + 1 if lost else 0
         left = decayed**self.POWER_FOR_CUTS if self.has_cut else 1.0
-        # The weights are never still at a high rate, and one look of several is always lucky.
-        excess = verdict.excess if math.isfinite(verdict.excess) else 1.0
-        self.recent = self.recent + (excess - self.recent) / self.MEMORY if self.has_cut else excess
-        room = hope * left - (verdict.excess if few else max(verdict.excess, self.recent))
-        if room < 0 or (few and not verdict.keeps):
+        if verdict.excess > hope * left or (few and not verdict.keeps):
             return 0.0
         self.has_cut = True
-        # Where less is left than what the search aims at, less at a time.
-        aim = verdict.rise - verdict.excess
-        part = min(1.0, room / aim) if aim > 0 and not few else 1.0
-        return self.CUT * max(self.SMALLEST, min(part, 0.25 + 0.75 * decayed))
+        return self.CUT * (0.25 + 0.75 * decayed)
 
     def goes_back(self) -> bool:
         """Whether the last cuts were too many; asked after each look that cuts nothing."""

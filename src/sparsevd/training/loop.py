@@ -231,7 +231,7 @@ class Loop:
         """The recipe for this network, as it is at its start, and what follows it."""
         then = self.folder.settings_then() if resume else {}
         names = [*(start.RATES if self.config.learning_rate is None else ())]
-        names += ["noise"] if self.config.noise is None else []
+        names += [name for name in ("noise", "held") if getattr(self.config, name) is None]
         if then:  # as it was chosen then; what else differs is noticed when the run is restored
             chosen_then: dict[str, Any] = {name: then.get(name) for name in names}
             self.config = replace(self.config, **chosen_then)
@@ -244,6 +244,8 @@ class Loop:
             if chosen.text:
                 self._say(chosen.text)
         self._choose_the_same()
+        if not then:
+            self.config = start.holding(self.config, self._budget)
         config, task = self.config, self.task
         settings = {**asdict(config), "n_train": task.n, "budget": None, **task.settings()}
         judge = None

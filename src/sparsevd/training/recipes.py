@@ -22,8 +22,6 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
 }
-# With a budget and without noise, the rate falls from this part of the run on: before it weights are cut.
-HELD = 0.6
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,8 @@ class FitConfig:
         float | None, "Adam's rate, falling to zero; by default 4e-3, or less for a network that predicts already."
     ] = None
     decay: Annotated[str, "How the rate falls: cosine or linear."] = "cosine"  # half a cosine; the paper's is linear
+    # None: 0, or what start.py says of runs without noise
+    held: Annotated[float | None, "Part of the run before the rate falls."] = None
     log_sigma2_lr_ratio: Annotated[float, "Rate of log σ², relative to the learning rate."] = 0.1
     # When most is decided, log σ² catches up with the weights ...
     late_log_sigma2_lr_ratio: Annotated[float, "The same at the end of the run, where log σ² catches up."] = 3.0
@@ -96,6 +96,8 @@ class FitConfig:
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.noise is not None and not isinstance(self.noise, bool):
             raise ArgumentError(f"noise={self.noise!r} must be True, False or None")
+        if self.held is not None and not 0 <= self.held < 1:
+            raise ArgumentError(f"held={self.held!r} must be a part of the run, from 0 to less than 1")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
         if not 0 < self.adam_beta2 < 1:
@@ -110,9 +112,8 @@ class FitConfig:
 
     def decayed(self, progress: float) -> float:
         """What is left of the first rate."""
-        if self.noise is False:  # a rate that falls heals no more cuts
-            progress = max(0.0, progress - HELD) / (1 - HELD)
-        return DECAYS[self.decay](progress)
+        held = self.held or 0.0
+        return DECAYS[self.decay](max(0.0, progress - held) / (1 - held))
 
 
 @dataclass(frozen=True)

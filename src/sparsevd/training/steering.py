@@ -419,8 +419,8 @@ class Steering:
         self._log_beta, self.rate_factor, learning, self._next, beyond = numbers[:5]
         self._cut, target, self._first, self._best_zeros, self._learns_until = numbers[5:10]
         self._mark = (numbers[10], numbers[11], numbers[12])
-        cost, looks, in_vain, has_cut, recent = numbers[15:]
-        self._cuts = GradualCuts(cost, int(looks), int(in_vain), bool(has_cut), recent)
+        cost, looks, in_vain, has_cut = numbers[15:]
+        self._cuts = GradualCuts(cost, int(looks), int(in_vain), bool(has_cut))
         self.learning, self._beyond = bool(learning), int(beyond)
         self._target = None if math.isnan(target) else target
         if self._judge is not None:
@@ -434,8 +434,8 @@ class Steering:
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
         numbers = state.get("steering")
-        if not isinstance(numbers, Tensor) or numbers.shape != (20,) or numbers.dtype is not _DOUBLE:
-            return "it lacks the twenty numbers of a run with a budget"
+        if not isinstance(numbers, Tensor) or numbers.shape != (19,) or numbers.dtype is not _DOUBLE:
+            return "it lacks the nineteen numbers of a run with a budget"
         reference = state.get("reference", torch.zeros(0) if self._judge is None else None)
         if not isinstance(reference, Tensor) or (self._judge and (reference.shape, reference.dtype) != ((4,), _DOUBLE)):
             return "it lacks what its budget is compared with"
