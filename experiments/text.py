@@ -63,10 +63,12 @@ class Sparse:
     rate: float | None = None
     keep_dropout: bool = False  # of the dense network, beside the noise
     share: float | None = None
+    noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
 
     def name(self) -> str:
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
+        name += "-without-noise" if self.noise is False else ""
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
         return name + (f"-rate{self.rate:g}" if self.rate else "") + ("-dropout" if self.keep_dropout else "")
 
@@ -90,6 +92,8 @@ TASKS = {
             Sparse(0.1, 30, keep_dropout=True, polish=3),
             Sparse(0.3, 30, keep_dropout=True, polish=3),
             Sparse(None, 30, keep_dropout=True, share=1 - 1 / 320),
+            Sparse(None, 30, keep_dropout=True, share=1 - 1 / 300, noise=False),
+            Sparse(None, 30, share=1 - 1 / 300, noise=False),
         ),
     ),
     "encoder": Task(
@@ -146,7 +150,11 @@ def trained_sparse(
     """Sparse VD from a dense network: what a record says of it."""
     model = sparsevd.sparsify(copy.deepcopy(dense), keep_dropout=setting.keep_dropout)
     config = sparsevd.FitConfig(
-        epochs=setting.epochs, warm_up_end=setting.warm_up_end, learning_rate=setting.rate, seed=seed
+        epochs=setting.epochs,
+        warm_up_end=setting.warm_up_end,
+        learning_rate=setting.rate,
+        noise=setting.noise,
+        seed=seed,
     )
     history = sparsevd.fit(
         model,
