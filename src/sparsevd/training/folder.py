@@ -78,6 +78,10 @@ class TrainingFolder:
         settings = Checkpoint.load(path).progress.get("settings")
         return settings if isinstance(settings, dict) else {}
 
+    def damaged(self, what: str) -> CheckpointError:
+        """Of the checkpoint in the folder."""
+        return CheckpointError.damaged((self.path or Path()) / CHECKPOINT, what)
+
     def refuse_to_overwrite(self) -> None:
         if self.path and (self.path / CHECKPOINT).exists():
             raise CheckpointError(f"{self.path} already holds a run; resume it, or remove it first")

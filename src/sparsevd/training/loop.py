@@ -234,7 +234,10 @@ class Loop:
         names += [name for name in ("noise", "held") if getattr(self.config, name) is None]
         if then:  # as it was chosen then; what else differs is noticed when the run is restored
             chosen_then: dict[str, Any] = {name: then.get(name) for name in names}
-            self.config = replace(self.config, **chosen_then)
+            try:
+                self.config = replace(self.config, **chosen_then)
+            except ArgumentError as error:
+                raise self.folder.damaged(f"its settings are none: {error}") from error
         else:
             with self.team.together():
                 chosen = start.begin(self.task, self.config, self._budget)

@@ -96,7 +96,7 @@ class FitConfig:
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.noise is not None and not isinstance(self.noise, bool):
             raise ArgumentError(f"noise={self.noise!r} must be True, False or None")
-        if self.held is not None and not 0 <= self.held < 1:
+        if self.held is not None and (not isinstance(self.held, int | float) or not 0 <= self.held < 1):
             raise ArgumentError(f"held={self.held!r} must be a part of the run, from 0 to less than 1")
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay={self.decay!r} must be one of {', '.join(DECAYS)}")
