@@ -497,3 +497,8 @@ def test_a_copy_of_a_network_without_noise_has_it():
     switch_noise(model, False)
     assert not model.draws_noise
     assert copy.deepcopy(model).draws_noise
+
+
+@pytest.mark.parametrize(("weights", "kept"), [(1, 1), (100, 2), (10_000, 20), (1_000_000, 1000)])
+def test_no_layer_is_cut_to_nothing(weights, kept):
+    assert int((steering._with_the_best_kept(torch.randn(weights)) == -math.inf).sum()) == kept

@@ -52,7 +52,7 @@ RECOVERY, DENT = 1.0, 0.33
 WAITING = 0.65  # of the settling: a first state that keeps to the budget is worth waiting for
 # Without noise: a new point to go back to, once this share of the weights of the last one is left; and how many.
 RUNG, RUNGS = 0.8, 4
-LEAST = 0.002  # of a layer's weights, and two at least, stay in any case
+LEAST, LEAST_RANGE = 0.002, (2, 1000)  # of a layer's weights stay in any case; a vocabulary has millions of them
 LAST_CUTS = 6  # bisections at the end
 RAMP_OF_RATE = 0.02  # of the run: Adam's first steps are as long as its rate, whatever the gradient
 
@@ -475,7 +475,8 @@ def _rungs_in(state: dict[str, Tensor]) -> list[str]:
 
 def _with_the_best_kept(log_alpha: Tensor) -> Tensor:
     """log α, but that of a layer's best weights so low that they stay: a layer without any is the end of a network."""
-    least = min(log_alpha.numel(), max(2, int(LEAST * log_alpha.numel())))
+    few, many = LEAST_RANGE
+    least = min(log_alpha.numel(), max(few, min(many, int(LEAST * log_alpha.numel()))))
     best = log_alpha.flatten().topk(least, largest=False).indices
     return log_alpha.flatten().index_fill(0, best, -math.inf).view_as(log_alpha)
 
