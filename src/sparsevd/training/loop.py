@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
 from sparsevd.layers.modes import noise_restored
-from sparsevd.layers.recurrent import one_sample
+from sparsevd.layers.recurrent import one_sample, recurrent_layers
 from sparsevd.layers.sampling import multiplies_bfloat16
 from sparsevd.posterior import is_noisy, noisy_modules, required_posteriors, switch_noise
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
@@ -184,6 +184,7 @@ class Loop:
         self._forward = in_bfloat16(task.forward, task.device.type) if task.config.autocast else task.forward
         self._averaging = Averaging(self.model, self._forward) if self.team.size > 1 else None
         self._noisy = True  # in the last step
+        self._recurrent = bool(recurrent_layers(self.model))  # asked once: small networks take many steps
         self._heard = False  # that one of several processes was interrupted
 
     def run(self, resume: bool, show: bool) -> list[EpochMetrics]:
@@ -398,7 +399,7 @@ class Loop:
                 self._averaging.begin_anew()  # without noise log σ² has no gradient
             self._noisy = phase.noisy
 
-        with one_sample(self.model):
+        with one_sample(self.model) if self._recurrent else nullcontext():
             output = self._forward(self.model, x) if self._averaging is None else self._averaging(x)
             nll = self.task.loss(output, y)
             teacher = self.task.teacher
