@@ -248,12 +248,12 @@ def test_without_noise_the_rate_of_a_regression_is_a_multiple_too():
     [
         (sparsevd.Budget(sparsity=0.5), {}, [1, 1, 0.5, 0]),
         (sparsevd.Budget(max_loss_increase=0.1), {}, [1, 1, 0.5, 0]),
-        (sparsevd.Budget(max_error_increase=1.0), {}, [1, 0.905, 0.095, 0]),  # one look of several would be lucky
+        (sparsevd.Budget(max_error_increase=1.0), {}, [1, 1, 0.5, 0]),
         (sparsevd.Budget(sparsity=0.5), {"held": 0.2}, [1, 1, 0.146, 0]),
         (sparsevd.Budget(sparsity=0.5), {"noise": True}, [1, 0.905, 0.095, 0]),
     ],
 )
-def test_without_noise_the_rate_is_held_unless_an_error_decides(budget, settings, rates):
+def test_without_noise_the_rate_is_held(budget, settings, rates):
     config = start.holding(sparsevd.FitConfig(learning_rate=1.0, **{"noise": False} | settings), budget)
     assert [config.rate(part) for part in (0, 0.2, 0.8, 1)] == pytest.approx(rates, abs=1e-3)
     with pytest.raises(ArgumentError, match="held=1 must be a part of the run"):

@@ -5,7 +5,7 @@ what the search aims at plus what is still hoped for. That hope is measured: the
 the rate alone costs, and all of that comes back. From the first cut on, the hope falls with the square of what is left
 of the rate, as the cost of the rate does (seen on a ResNet-8). Where more than that is lost for long, what went last
 comes back. A cut asks for more caution: what goes in the middle of a run has little time to heal, so the hope for cuts
-falls with the fourth power. Where no error decides, the rate is held for a part of the run, and most weights go then.
+falls with the fourth power. The rate is held for a part of the run (`start`), and most weights go then.
 
 It knows numbers only; `steering` cuts.
 """

@@ -432,7 +432,8 @@ class Loop:
         self.state.add(found.loss, found.wrong, found.examples)
         if self.progress < 1:
             if self.schedule.looks_at(self.progress):
-                self.team.share(self.model.buffers())  # else each has its own statistics of batch norm
+                # Else each has its own statistics of batch norm.
+                self.team.share([*self.model.buffers(), *self.schedule.statistics()])
             self.schedule.look(self.progress, self.optimizer)
         moment = self._moment()
         for callback in self._callbacks:
@@ -444,7 +445,7 @@ class Loop:
         if state.seen == 0:
             raise ArgumentError(f"train gave no batch in epoch {state.epoch + 1}")
         self._check_parameters()
-        self.team.share(self.model.buffers())
+        self.team.share([*self.model.buffers(), *self.schedule.statistics()])
         done = (state.epoch + 1) / self.config.epochs
         if done == 1:
             self.schedule.look(done, self.optimizer)

@@ -8,7 +8,7 @@ long enough, and keeps the zeros. Its numbers are those of `FitConfig` (recipes.
             for each step:
                 phase = schedule.at(progress)      # from 0, the first step, to 1, the end
                 ...                                # a step with these rates on mean NLL + phase.kl_weight · KL
-                schedule.keep_zeros()
+                schedule.keep_zeros()              # after each step
                 schedule.look(progress, optimizer) # where there is a budget
         if schedule.drops_at(progress):
             schedule.drop(progress)
@@ -112,6 +112,11 @@ class Schedule:
         """After each step: momentum may have moved what was dropped."""
         for theta, alive in self._zeros:
             theta.data.mul_(alive)
+        self._remember_step()
+
+    def _remember_step(self) -> None:
+        if self.steering is not None and self.steering.mean is not None:
+            self.steering.mean.add()
 
     def beta(self, progress: float) -> float:
         """The weight of the KL; once a run with a budget has settled, the last one."""
@@ -132,6 +137,10 @@ class Schedule:
     def finish(self) -> str:
         """After the last step: the state that a budget asks for, and a sentence about it; else an empty one."""
         return self.steering.finish() if self.steering is not None else ""
+
+    def statistics(self) -> list[Tensor]:
+        """What a look reads beside the network, and each process has its own of."""
+        return self.steering.mean.statistics() if self.steering is not None and self.steering.mean is not None else []
 
     def _find_zeros(self) -> None:
         masks = [(each.theta, each.alive()) for each in self.posteriors]

@@ -9,12 +9,14 @@ a rate that falls to zero. At the end the sparsest state that kept to the budget
 
 A run without noise only settles. Its log σ² is the same for all weights, so that they go by their size. How many go at
 a look is said in `gradual_cuts`. Where they were too many, the last ones to go come back: they are zero, and may learn.
+Where an error decides, it looks at the mean of the weights since the last look (`weight_mean`).
 
 It knows no loop: `Schedule` asks it.
 """
 
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any
 
@@ -27,6 +29,7 @@ from sparsevd.training.budget import Budget, Point, Search, cut_at, packed_size
 from sparsevd.training.evaluation import Evaluation
 from sparsevd.training.gradual_cuts import GradualCuts
 from sparsevd.training.judge import Judge, Verdict
+from sparsevd.training.weight_mean import WeightMean
 
 _DOUBLE = torch.float64
 
@@ -89,6 +92,8 @@ class Steering:
         self._noisy = noisy
         self._cuts = GradualCuts()  # without noise
         self._rungs: list[dict[str, Tensor]] = []  # which weights were there before some of them
+        by_mean = not noisy and judge is not None and budget.max_error_increase is not None
+        self.mean = WeightMean(model) if by_mean else None
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
         if judge is not None and (judge.look(model).keeps if noisy or judge.few else judge.look(model).beyond <= 0):
@@ -267,10 +272,10 @@ class Steering:
 
     def _round(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         assert self._judge is not None
-        verdict, zeros = self._judge.look(self._model), self.zeros()
         if not self._noisy:
-            self._round_without_noise(verdict, zeros, progress, decayed, optimizer)
+            self._round_without_noise(progress, decayed, optimizer)
             return
+        verdict, zeros = self._judge.look(self._model), self.zeros()
         if verdict.keeps and zeros >= self._best_zeros:
             self._best, self._best_zeros = self._snapshot(), zeros
         dented = not self._judge.few and verdict.damage <= DENT * decayed
@@ -296,13 +301,15 @@ class Steering:
             _forget(optimizer)
             self._beyond = 0
 
-    def _round_without_noise(
-        self, verdict: Verdict, zeros: float, progress: float, decayed: float, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _round_without_noise(self, progress: float, decayed: float, optimizer: torch.optim.Optimizer) -> None:
         assert self._judge is not None
-        few = self._judge.few
-        if zeros >= self._best_zeros and (verdict.keeps if few else verdict.beyond <= 0):
-            self._best, self._best_zeros = self._snapshot(), zeros
+        few, zeros = self._judge.few, self.zeros()
+        with self.mean.shown() if self.mean is not None else nullcontext():
+            verdict = self._judge.look(self._model)
+            if zeros >= self._best_zeros and (verdict.keeps if few else verdict.beyond <= 0):
+                self._best, self._best_zeros = self._snapshot(), zeros
+        if self.mean is not None:
+            self.mean.begin_anew()  # what is cut now was there in the steps before
         if progress < GradualCuts.FIRST_CUT and self._judge.is_destroyed(verdict) and self._good:
             self._put_back(self._good)  # the rate alone destroys it
             _forget(optimizer)
@@ -412,6 +419,7 @@ class Steering:
         for place, rung in enumerate(self._rungs):
             state |= {f"{_rung(place)}{name}": mask for name, mask in rung.items()}
         state |= {f"good/{name}": tensor for name, tensor in self._good.items()}
+        state |= self.mean.state_dict() if self.mean is not None else {}
         return state | {f"best/{name}": tensor for name, tensor in self._best.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -430,6 +438,8 @@ class Steering:
             self._judge.worth = (numbers[13], numbers[14])
         self._good, self._best = _network_in(state, "good/"), _network_in(state, "best/")
         self._rungs = [_network_in(state, kind) for kind in _rungs_in(state)]
+        if self.mean is not None:
+            self.mean.load_state_dict(state)
 
     def problem_of(self, state: dict[str, Any]) -> str:
         """Why this is no state that it can have, or an empty string."""
@@ -447,7 +457,7 @@ class Steering:
         for kind in _rungs_in(state):
             if _shapes(_network_in(state, kind)) != masks:
                 return f"{kind!r} does not say of each weight whether it was there"
-        return ""
+        return self.mean.problem_of(state) if self.mean is not None else ""
 
 
 def _network_in(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
