@@ -78,8 +78,24 @@ class Sparse:
         return f"sparse-beta{self.beta:g}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
 
 
-DENSE = (Dense(0.3, 16), Dense(0.1, 16), Dense(0.3, 16, 2e-3), Dense(0.5, 24))
-SPARSE = (Sparse(1.0, 24), Sparse(0.3, 24), Sparse(1.0, 24, taught=0.5), Sparse(1.0, 48))
+# The first four of the dense network showed that lower rates and less dropout are better, so two more try that; the last
+# has as many epochs as a dense network and the Sparse VD after it.
+DENSE = (
+    Dense(0.3, 16),
+    Dense(0.1, 16),
+    Dense(0.3, 16, 2e-3),
+    Dense(0.5, 24),
+    Dense(0.1, 16, 1e-3),
+    Dense(0.2, 40, 1e-3),
+)
+SPARSE = (
+    Sparse(1.0, 24),
+    Sparse(0.3, 24),
+    Sparse(1.0, 24, taught=0.5),
+    Sparse(1.0, 48),
+    Sparse(2.0, 24),
+    Sparse(2.0, 48),
+)
 
 
 class Speller(nn.Module):
