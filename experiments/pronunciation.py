@@ -78,8 +78,8 @@ class Sparse:
         return f"sparse-beta{self.beta:g}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
 
 
-# The first four of the dense network showed that lower rates and less dropout are better, so two more try that; the last
-# has as many epochs as a dense network and the Sparse VD after it.
+# The first four of the dense network showed that lower rates and less dropout are better, so two more try that; the
+# last has as many epochs as a dense network and the Sparse VD after it.
 DENSE = (
     Dense(0.3, 16),
     Dense(0.1, 16),
