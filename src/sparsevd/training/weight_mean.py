@@ -78,7 +78,9 @@ class WeightMean:
         steps = state.get(f"{PREFIX}steps")
         if not isinstance(steps, Tensor) or steps.shape != () or steps.dtype is not torch.int64 or steps < 0:
             return "it does not say how many steps the mean of the weights is of"
-        means = {name.removeprefix(f"{PREFIX}of/"): value for name, value in state.items() if f"{PREFIX}of/" in name}
+        means = {
+            name.removeprefix(f"{PREFIX}of/"): value for name, value in state.items() if name.startswith(f"{PREFIX}of/")
+        }
         wanted = {name: (t.shape, t.dtype) for name, t in self._tensors.items()} if steps else {}
         if {name: (value.shape, value.dtype) for name, value in means.items()} != wanted:
             return "the mean of the weights is that of another network"
