@@ -131,7 +131,17 @@ TASKS = {
     "friedman1": Task(small("friedman1"), 40, (0.05, 0.1), range(10), regression=True),
     "resnet-8": Task(resnet8, 12, (1.0,), range(1), (0.8,), (), (0.8,), 1e-3),
     "resnet-20": Task(
-        resnet, 12, (0.5, 1.5), range(3), (), (), (0.7, 0.77, 0.8, 0.85, 0.87), 1e-3, taught=0.9, autocast=True, long=True
+        resnet,
+        12,
+        (0.5, 1.5),
+        range(3),
+        (),
+        (),
+        (0.7, 0.77, 0.8, 0.85, 0.87),
+        1e-3,
+        taught=0.9,
+        autocast=True,
+        long=True,
     ),
 }
 

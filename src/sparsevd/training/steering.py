@@ -316,7 +316,7 @@ class Steering:
             self.rate_factor /= 2
             self._cuts = GradualCuts()
             return
-        part = self._cuts.part(verdict, progress, decayed, few)
+        part = self._cuts.part(verdict, progress, decayed, few, by_mean=self.mean is not None)
         if progress >= 1:
             return
         if part:
