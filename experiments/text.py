@@ -65,12 +65,27 @@ class Sparse:
     share: float | None = None
     noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
+    taught: float = 0.0  # the weight of the dense network as a teacher
+    # A second run, without noise: from what the first has left to this share of zeros, in so many epochs, with that
+    # dropout and that teacher.
+    cut_to: float | None = None
+    cut_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.taught and self.beta not in (None, 1) and not self.cut_to:
+            raise ValueError("β divides the likelihood, and the teacher's term would keep its size: leave it at 1")
 
     def name(self) -> str:
+        """Of the first run."""
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
         name += "-without-noise" if self.noise is False else ""
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
+        name += f"-taught{self.taught:g}" if self.taught_first else ""
         return name + (f"-rate{self.rate:g}" if self.rate else "") + ("-dropout" if self.keep_dropout else "")
+
+    @property
+    def taught_first(self) -> bool:
+        return bool(self.taught) and not self.cut_to
 
 
 @dataclass(frozen=True)
@@ -94,6 +109,8 @@ TASKS = {
             Sparse(None, 30, keep_dropout=True, share=1 - 1 / 320),
             Sparse(None, 30, keep_dropout=True, share=1 - 1 / 300, noise=False),
             Sparse(None, 30, share=1 - 1 / 300, noise=False),
+            Sparse(None, 30, keep_dropout=True, share=1 - 1 / 300, noise=False, taught=0.9),
+            Sparse(0.1, 30, keep_dropout=True, taught=0.9, cut_to=1 - 1 / 300, cut_epochs=20),
         ),
     ),
     "encoder": Task(
@@ -164,9 +181,13 @@ def trained_sparse(
         loss=lambda output, target: F.cross_entropy(output, target) / (setting.beta or 1.0),
         budget=sparsevd.Budget(sparsity=setting.share) if setting.share else None,
         forward=in_bfloat16,
+        teacher=copy.deepcopy(dense) if setting.taught_first else None,
+        teacher_weight=setting.taught,
         run_dir=RUNS / name / place / setting.name(),
         resume=True,
     )
+    if setting.cut_to:
+        model = cut_further(setting, sparsevd.prune(model), dense, train, seed)
     found = sparsevd.summary(model)
     pruned = sparsevd.prune(model)
     before = sparsevd.evaluate(pruned, measured, forward=in_bfloat16).error
@@ -186,6 +207,24 @@ def trained_sparse(
     }
 
 
+def cut_further(setting: Sparse, pruned: nn.Module, dense: nn.Module, train: Pair, seed: int) -> nn.Module:
+    """What Sparse VD has left, cut by size to more zeros, taught by the dense network."""
+    network = copy.deepcopy(dense)
+    network.load_state_dict(pruned.state_dict())
+    model = sparsevd.sparsify(network, keep_dropout=setting.keep_dropout)
+    sparsevd.fit(
+        model,
+        train,
+        None,
+        sparsevd.FitConfig(epochs=setting.cut_epochs, noise=False, seed=seed),
+        budget=sparsevd.Budget(sparsity=setting.cut_to),
+        forward=in_bfloat16,
+        teacher=copy.deepcopy(dense) if setting.taught else None,
+        teacher_weight=setting.taught,
+    )
+    return model
+
+
 def polished(pruned: nn.Module, dense: nn.Module, train: Pair, epochs: int, seed: int) -> nn.Module:
     """The pruned network in the shape of the dense one, so that its dropout acts, fine-tuned."""
     network = copy.deepcopy(dense)
@@ -201,16 +240,21 @@ def trials(name: str, method: str, chosen: list[int], records: Records) -> None:
     everything, _, classes = load(task)
     train, held_out = split(everything, len(everything[1]) // HELD_OUT, SPLIT_SEED)
     for setting in picked(task.dense, chosen) if method != "sparse" else ():
-        if not records.find(task=name, kind="trial", method="dense", setting=asdict(setting)):
+        if setting not in tried(records, name, "dense", Dense):
             _, error = trained_dense(name, setting, train, held_out, 0, classes, TRIALS)
             records.add(task=name, kind="trial", method="dense", setting=asdict(setting), seed=0, error=error)
     if method == "dense":
         return
     dense, _ = trained_dense(name, Dense(**best(records, name, "dense")), train, held_out, 0, classes, TRIALS)
     for setting in picked(task.sparse, chosen):
-        if not records.find(task=name, kind="trial", method="sparse", setting=asdict(setting)):
+        if setting not in tried(records, name, "sparse", Sparse):
             result = trained_sparse(name, setting, dense, train, held_out, 0, TRIALS)
             records.add(task=name, kind="trial", method="sparse", setting=asdict(setting), seed=0, **result)
+
+
+def tried(records: Records, name: str, method: str, kind: type[Any]) -> list[Any]:
+    """The settings that have a record; what came to a setting later has its default in earlier ones."""
+    return [kind(**record["setting"]) for record in records.find(task=name, kind="trial", method=method)]
 
 
 def picked(settings: tuple[Any, ...], chosen: list[int]) -> list[Any]:
