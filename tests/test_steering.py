@@ -296,6 +296,19 @@ def test_resume_gives_the_same_bits(dense, tmp_path, limits, noise, epoch):
         fitted(dense, sparsevd.Budget(max_error_increase=2.0), run_dir=tmp_path, resume=True)
 
 
+def test_an_interrupted_run_leaves_the_thresholds_and_goes_on_with_the_same_network(dense, tmp_path):
+    budget, config = sparsevd.Budget(max_error_increase=1.0), dataclasses.replace(CONFIG, noise=False)
+    whole, _ = fitted(dense, budget, config)
+    model = sparsevd.sparsify(dense)
+    about = {"budget": budget, "run_dir": tmp_path, "progress": False}
+    with pytest.raises(RuntimeError, match="killed"):
+        sparsevd.fit(model, TRAIN, HELD_OUT, config, callbacks=[Kill(8)], **about)
+    assert [each.threshold for each in posteriors(model)] == [3.0, 3.0]
+    sparsevd.fit(model, TRAIN, HELD_OUT, config, resume=True, **about)
+    assert [each.threshold for each in posteriors(model)] == [3.0, 3.0]
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in whole.state_dict().items())
+
+
 def test_a_state_that_is_none_is_refused(dense):
     model = sparsevd.sparsify(dense)
     budget = sparsevd.Budget(max_error_increase=1.0)
@@ -484,6 +497,7 @@ def test_the_start_is_remembered_for_any_network(dense):
     for noisy in (True, False):
         model = sparsevd.sparsify(dense)
         steered = Steering(model, posteriors(model), budget, budget.judge(model, HELD_OUT), 1500, noisy=noisy)
+        steered.begin()
         optimizer = torch.optim.Adam(model.parameters())
         with torch.no_grad():
             model[0].weight.normal_()

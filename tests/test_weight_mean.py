@@ -51,6 +51,15 @@ def test_the_mean_is_shown_and_then_gone():
     assert [each.shape for each in mean.statistics()] == []
 
 
+def test_a_mask_of_minus_infinity_stays_one():
+    model = network()
+    model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    mean = WeightMean(model)
+    stepped(model, mean)
+    with mean.shown():
+        assert torch.equal(model.mask, torch.full((3, 3), -torch.inf).triu(1))
+
+
 def test_it_goes_on_from_its_state_and_refuses_another():
     model = network()
     mean, again = WeightMean(model), WeightMean(model)
@@ -61,7 +70,10 @@ def test_it_goes_on_from_its_state_and_refuses_another():
     for each in (mean, again):
         each.add()
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in mean.state_dict().items())
-    assert "how many steps" in again.problem_of({})
+    assert again.problem_of({"steering": torch.zeros(19)}) == ""  # of a time before there were means
+    again.load_state_dict({})
+    assert again.state_dict().keys() == {"mean/steps"}
+    assert "how many steps" in again.problem_of({name: value for name, value in state.items() if "steps" not in name})
     assert "how many steps" in again.problem_of(state | {"mean/steps": torch.tensor(-1)})
     assert "another network" in again.problem_of({**state, "mean/of/0.bias": torch.zeros(2)})
     assert "another network" in again.problem_of({"mean/steps": torch.tensor(3)})

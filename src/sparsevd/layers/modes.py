@@ -29,10 +29,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def noise_restored(model: nn.Module) -> Iterator[None]:
-    """Every layer's noise goes back to on or off, as it was."""
-    before = {layer: layer.noise_is_on for layer in noisy_modules(model).values()}
+    """Every layer's noise goes back to on or off, and its threshold to what it was."""
+    before = {layer: (layer.noise_is_on, layer.threshold) for layer in noisy_modules(model).values()}
     try:
         yield
     finally:
-        for layer, on in before.items():
-            layer.noise_is_on = on
+        for layer, (on, threshold) in before.items():
+            layer.noise_is_on, layer.threshold = on, threshold

@@ -317,7 +317,6 @@ class Attached(Schedule):
         if self.steps > self.total_steps:
             return
         if self.steering is not None:
-            self._remember_step()
             self._follow_budget(optimizer)
             self._switch_noise()
         elif self.steps % self.steps_per_epoch == 0:

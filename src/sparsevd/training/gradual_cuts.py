@@ -10,8 +10,8 @@ falls with the fourth power. The rate is held for a part of the run (`start`), a
 A look at the mean of the weights is nearly what the end of the run will show, so there is little to hope for: on a
 ResNet-8 with 67 % zeros the rise fell from 0.28 of a collapse at the held rate to 0.23 at the end, and not before the
 rate was nearly gone. What training on costs before the first cut, it costs with any number of zeros: where that is more
-than the search aims at, it is left out of account, as far as the budget goes. Cuts near to the limit are smaller, and
-late in the run nothing comes back: it could not learn any more.
+than the search aims at, it is left out of account; what of it is beyond the budget must go with the rate. Cuts near to
+the limit are smaller, and late in the run nothing comes back: it could not learn any more.
 
 It knows numbers only; `steering` cuts.
 """
@@ -65,32 +65,27 @@ class GradualCuts:
             self.cost += (min(verdict.rise, 1.0) - self.cost) / self.looks
         if progress < self.FIRST_CUT:
             return 0.0
-        if by_mean and not few:
-            return self._part_by_mean(verdict, progress, decayed)
-        hope = 0.0 if few else max(self.cost, self.LEAST_COST)
-        lost = verdict.beyond > hope * decayed**self.POWER_BEFORE_GOING_BACK or (few and not verdict.keeps)
-        self.in_vain = self.in_vain + 1 if lost else 0
-        left = decayed**self.POWER_FOR_CUTS if self.has_cut else 1.0
-        if verdict.excess > hope * left or (few and not verdict.keeps):
-            return 0.0
-        self.has_cut = True
-        return self._whole(decayed)
-
-    def _part_by_mean(self, verdict: Verdict, progress: float, decayed: float) -> float:
-        hope = self.HOPE_BY_MEAN
-        lost = verdict.beyond > hope and progress < self.LAST_RETURN
-        self.in_vain = self.in_vain + 1 if lost else 0
+        after_cuts = decayed**self.POWER_FOR_CUTS if self.has_cut else 1.0
+        after_all = decayed**self.POWER_BEFORE_GOING_BACK
         aim = verdict.rise - verdict.excess
-        room = (hope + max(0.0, self.cost - aim)) * decayed**self.POWER_FOR_CUTS - verdict.excess
-        if not self.has_cut and verdict.rise <= self.cost + hope:
-            room = max(room, 0.0)  # it has not lost anything by cuts
-        if not room >= 0 or (self.has_cut and verdict.beyond > hope):  # NaN, too
+        if few:
+            hope = patience = 0.0
+        elif by_mean:
+            hope = (self.HOPE_BY_MEAN + max(0.0, self.cost - aim)) * after_cuts
+            patience = self.HOPE_BY_MEAN + max(0.0, self.cost - aim - verdict.reserve) * after_all
+        else:
+            cost = max(self.cost, self.LEAST_COST)
+            hope, patience = cost * after_cuts, cost * after_all
+        lost = verdict.beyond > patience or (few and not verdict.keeps)
+        in_time = not by_mean or progress < self.LAST_RETURN
+        self.in_vain = self.in_vain + 1 if lost and in_time else 0
+        room = hope - verdict.excess
+        waits = lost and (few or (by_mean and self.has_cut))
+        if waits or not room >= 0:  # NaN, too
             return 0.0
-        self.has_cut = True
-        return self._whole(decayed) * max(self.SMALLEST, min(1.0, room / self.NEAR))
-
-    def _whole(self, decayed: float) -> float:
-        return self.CUT * (0.25 + 0.75 * decayed)
+        self.has_cut, self.in_vain = True, 0
+        part = self.CUT * (0.25 + 0.75 * decayed)
+        return part * max(self.SMALLEST, min(1.0, room / self.NEAR)) if by_mean and not few else part
 
     def goes_back(self) -> bool:
         """Whether the last cuts were too many; asked after each look that cuts nothing."""

@@ -79,6 +79,7 @@ class Verdict:
 
     `rise`, `excess` and `beyond` are parts of a collapse: what was lost and what of it is more than the search aims at,
     both by the steadier measure where there is one; and what is more than the budget itself, by either measure.
+    `reserve` is what lies between the two. Of several limits, that with the largest excess is meant.
     """
 
     evaluation: Evaluation
@@ -87,6 +88,7 @@ class Verdict:
     rise: float
     excess: float
     beyond: float
+    reserve: float = 0.0
 
     @property
     def keeps(self) -> bool:
@@ -256,22 +258,26 @@ class Judge:
             steadier = replace(found, error=self._steadier(found.error, calibrated))
         compared = self._compared(steadier)
         both = [*self._compared(found), *compared]
+        tightest, reached = max(compared, key=lambda pair: pair[0].excess(pair[1]))
         return Verdict(
             found,
             room,
             damage,
-            rise=max(limit.damage(value) for limit, value in compared),
-            excess=max(limit.excess(value) for limit, value in compared),
+            rise=tightest.damage(reached),
+            excess=tightest.excess(reached),
             beyond=max(limit.excess(value) - self._reserve(limit) for limit, value in both),
+            reserve=self._reserve(tightest),
         )
 
     def is_destroyed(self, verdict: Verdict) -> bool:
         """Whether a network that has lost no weight yet has lost more than its rate may cost."""
-        base, found = self.base.error, verdict.evaluation.error
-        if "error" in self._limits and base is not None and found is not None:
-            bearable = found - base <= BEARABLE * base
-            return verdict.damage > 1 and not (bearable and math.isfinite(verdict.evaluation.loss))
-        return verdict.damage > 1
+        found = verdict.evaluation
+        for limit, value in self._compared(found):
+            is_error = limit is self._limits.get("error") and math.isfinite(found.loss)
+            bearable = is_error and value - limit.base <= BEARABLE * limit.base
+            if limit.damage(value) > 1 and not bearable:
+                return True
+        return False
 
     def _steadier(self, error: float, calibrated: float) -> float:
         """The error as it and the loss together say it."""

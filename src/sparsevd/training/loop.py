@@ -196,7 +196,7 @@ class Loop:
             generator.reserved(self.task.device),
             interruptible(terminated=self.team.size > 1) as self._interrupt,
             closing(self._averaging) if self._averaging is not None else nullcontext(),
-            noise_restored(self.model),  # a budget may end without
+            noise_restored(self.model),  # a budget may end without, or be interrupted
         ):
             self._callbacks.insert(0, shown)
             self._say = shown.say
@@ -426,6 +426,7 @@ class Loop:
         self.optimizer.step()
         self.schedule.keep_zeros()
         self._zeros.put_back()
+        self.schedule.remember_step()
         if isinstance(self.task.loss, Likelihood):
             self.team.average(self.task.loss.running_means(), share.examples)
 

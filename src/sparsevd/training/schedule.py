@@ -8,7 +8,8 @@ long enough, and keeps the zeros. Its numbers are those of `FitConfig` (recipes.
             for each step:
                 phase = schedule.at(progress)      # from 0, the first step, to 1, the end
                 ...                                # a step with these rates on mean NLL + phase.kl_weight · KL
-                schedule.keep_zeros()              # after each step
+                schedule.keep_zeros()              # after each step ...
+                schedule.remember_step()           # ... and then, once
                 schedule.look(progress, optimizer) # where there is a budget
         if schedule.drops_at(progress):
             schedule.drop(progress)
@@ -112,9 +113,9 @@ class Schedule:
         """After each step: momentum may have moved what was dropped."""
         for theta, alive in self._zeros:
             theta.data.mul_(alive)
-        self._remember_step()
 
-    def _remember_step(self) -> None:
+    def remember_step(self) -> None:
+        """After each step: what a look sees the mean of."""
         if self.steering is not None and self.steering.mean is not None:
             self.steering.mean.add()
 

@@ -96,7 +96,7 @@ class Steering:
         self.mean = WeightMean(model) if by_mean else None
         if not noisy:
             self.learning, self._learns_until, self._log_beta = False, 0.0, -math.inf
-        if judge is not None and (judge.look(model).keeps if noisy or judge.few else judge.look(model).beyond <= 0):
+        if noisy and judge is not None and judge.look(model).keeps:
             self._good = self._snapshot()
 
     @torch.no_grad()
@@ -110,6 +110,8 @@ class Steering:
         level = math.log(max(square, 1e-30)) - BELOW_WEIGHTS
         for each in self._posteriors:
             each.log_sigma2.masked_fill_(each.alive(), level)
+        if self._judge is not None and self._accepts(self._judge.look(self._model)):
+            self._good = self._snapshot()
 
     # What the schedule asks.
 
@@ -306,7 +308,7 @@ class Steering:
         few, zeros = self._judge.few, self.zeros()
         with self.mean.shown() if self.mean is not None else nullcontext():
             verdict = self._judge.look(self._model)
-            if zeros >= self._best_zeros and (verdict.keeps if few else verdict.beyond <= 0):
+            if zeros >= self._best_zeros and self._accepts(verdict):
                 self._best, self._best_zeros = self._snapshot(), zeros
         if self.mean is not None:
             self.mean.begin_anew()  # what is cut now was there in the steps before
@@ -325,6 +327,10 @@ class Steering:
             self._drop_to(1 - (1 - part) * (1 - zeros))
         elif self._cuts.goes_back():
             self._bring_back()
+
+    def _accepts(self, verdict: Verdict) -> bool:
+        """Without noise."""
+        return verdict.keeps if self._judge is not None and self._judge.few else verdict.beyond <= 0
 
     @torch.no_grad()
     def _bring_back(self) -> None:
@@ -365,7 +371,10 @@ class Steering:
             else:
                 bad = middle
         if good > first:
-            self._drop_to(good)
+            before = self._snapshot()
+            self._drop_to(good)  # it leaves some weights of every layer, and cuts others instead
+            if not self._may_be_cut(self._judge.look(self._model)):
+                self._put_back(before)
 
     def _may_be_cut(self, verdict: Verdict) -> bool:
         return verdict.keeps if self._noisy else verdict.keeps and verdict.excess <= 0

@@ -34,8 +34,10 @@ class WeightMean:
         for name, tensor in self._tensors.items():
             if self._steps == 1:
                 self._means[name] = tensor.detach().clone()
-            else:
-                self._means[name].lerp_(tensor, 1 / self._steps)  # what did not change, a zero above all, stays exact
+                continue
+            mean = self._means[name]
+            # What did not change, a zero or the −∞ of a mask above all, stays exact.
+            mean.copy_(torch.where(mean == tensor, mean, mean.lerp(tensor, 1 / self._steps)))
 
     def begin_anew(self) -> None:
         self._steps, self._means = 0, {}
@@ -67,7 +69,7 @@ class WeightMean:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._steps = int(state[f"{PREFIX}steps"])
+        self._steps = int(state.get(f"{PREFIX}steps", 0))  # a run of a time without means goes on with its next step
         self._means = {
             name: state[f"{PREFIX}of/{name}"].to(tensor.device).clone()
             for name, tensor in (self._tensors.items() if self._steps else ())
@@ -75,6 +77,8 @@ class WeightMean:
 
     def problem_of(self, state: dict[str, Tensor]) -> str:
         """Why this is no state that it can have, or an empty string."""
+        if not any(name.startswith(PREFIX) for name in state):
+            return ""
         steps = state.get(f"{PREFIX}steps")
         if not isinstance(steps, Tensor) or steps.shape != () or steps.dtype is not torch.int64 or steps < 0:
             return "it does not say how many steps the mean of the weights is of"
