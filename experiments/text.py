@@ -66,6 +66,7 @@ class Sparse:
     noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
     taught: float = 0.0  # the weight of the dense network as a teacher
+    held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
     # A second run, without noise: from what the first has left to this share of zeros, in so many epochs, with that
     # dropout and that teacher.
     cut_to: float | None = None
@@ -81,6 +82,7 @@ class Sparse:
         name += "-without-noise" if self.noise is False else ""
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
         name += f"-taught{self.taught:g}" if self.taught_first else ""
+        name += f"-held{self.held:g}" if self.held is not None else ""
         return name + (f"-rate{self.rate:g}" if self.rate else "") + ("-dropout" if self.keep_dropout else "")
 
     @property
@@ -111,6 +113,7 @@ TASKS = {
             Sparse(None, 30, share=1 - 1 / 300, noise=False),
             Sparse(None, 30, keep_dropout=True, share=1 - 1 / 300, noise=False, taught=0.9),
             Sparse(0.1, 30, keep_dropout=True, taught=0.9, cut_to=1 - 1 / 300, cut_epochs=20),
+            Sparse(None, 40, keep_dropout=True, share=1 - 1 / 300, taught=0.9, held=0.75),
         ),
     ),
     "encoder": Task(
@@ -171,6 +174,7 @@ def trained_sparse(
         warm_up_end=setting.warm_up_end,
         learning_rate=setting.rate,
         noise=setting.noise,
+        held=setting.held,
         seed=seed,
     )
     history = sparsevd.fit(
