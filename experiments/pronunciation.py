@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from records import Records, spread
+from settings import best, picked, untried
 from stopwatch import Stopwatch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -68,14 +69,20 @@ class Sparse:
     epochs: int
     warm_up_end: float = 0.4
     taught: float = 0.0  # the weight of the dense network as a teacher
+    share: float | None = None  # of weights to remove: then `fit` chooses β
+    noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
 
     def __post_init__(self) -> None:
-        if self.taught and self.beta != 1:
-            raise ValueError("β divides the likelihood, and the teacher's term would keep its size: leave it at 1")
+        if (self.taught or self.share) and self.beta != 1:
+            raise ValueError(
+                "β divides the likelihood: with a share, or a teacher whose term keeps its size, leave it at 1"
+            )
 
     def name(self) -> str:
+        name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
+        name += "-without-noise" if self.noise is False else ""
         taught = f"-taught{self.taught:g}" if self.taught else ""
-        return f"sparse-beta{self.beta:g}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
+        return f"{name}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
 
 
 # The first four of the dense network showed that lower rates and less dropout are better, so two more try that; the
@@ -95,6 +102,8 @@ SPARSE = (
     Sparse(1.0, 48),
     Sparse(2.0, 24),
     Sparse(2.0, 48),
+    Sparse(1.0, 32, taught=0.5, share=1 - 1 / 8.2, noise=False),
+    Sparse(1.0, 32, taught=0.5, share=1 - 1 / 8.2, noise=True),
 )
 
 
@@ -258,9 +267,12 @@ def trained_sparse(
         model,
         data,
         watched,
-        sparsevd.FitConfig(epochs=setting.epochs, warm_up_end=setting.warm_up_end, autocast=True, seed=seed),
+        sparsevd.FitConfig(
+            epochs=setting.epochs, warm_up_end=setting.warm_up_end, noise=setting.noise, autocast=True, seed=seed
+        ),
         loss=lambda output, target: F.cross_entropy(output, target) / setting.beta,
         n_train=n,
+        budget=sparsevd.Budget(sparsity=setting.share) if setting.share else None,
         teacher=copy.deepcopy(dense) if setting.taught else None,
         teacher_weight=setting.taught,
         run_dir=RUNS / place / setting.name(),
@@ -294,36 +306,21 @@ def ratio(layers: list[dict[str, Any]]) -> float:
     return sum(layer["weights"] for layer in layers) / max(1, sum(layer["kept"] for layer in layers))
 
 
-def trials(most: int, records: Records) -> None:
-    """The first settings of each method, measured on held-out training words: those of the dense network first."""
+def trials(method: str, chosen: list[int], records: Records) -> None:
+    """Settings of a method, by their numbers, measured on held-out training words: first the dense network's."""
     everything, _, *sizes = load()
     words = parted(everything, HELD_OUT)
-    for setting in DENSE[:most]:
-        if not records.find(kind="trial", method="dense", setting=asdict(setting)):
-            model, seconds = trained_dense(setting, words, tuple(sizes), 0, TRIALS)
-            found = {"error": round(mistakes(model, words[1]).mean().item(), 3), "seconds": round(seconds, 1)}
-            records.add(kind="trial", method="dense", setting=asdict(setting), seed=0, **found)
+    for setting in untried(picked(DENSE, chosen) if method != "sparse" else [], records, method="dense"):
+        model, seconds = trained_dense(setting, words, tuple(sizes), 0, TRIALS)
+        found = {"error": round(mistakes(model, words[1]).mean().item(), 3), "seconds": round(seconds, 1)}
+        records.add(kind="trial", method="dense", setting=asdict(setting), seed=0, **found)
+    if method == "dense":
+        return
     dense, _ = trained_dense(Dense(**best(records, "dense")), words, tuple(sizes), 0, TRIALS)
-    for setting in SPARSE[:most]:
-        if not records.find(kind="trial", method="sparse", setting=asdict(setting)):
-            pruned, seconds = trained_sparse(setting, dense, words, 0, TRIALS)
-            found = described(pruned, dense, words[1])
-            records.add(
-                kind="trial", method="sparse", setting=asdict(setting), seed=0, **found, seconds=round(seconds, 1)
-            )
-
-
-def best(records: Records, method: str) -> dict[str, Any]:
-    """The setting with the lowest held-out error; of Sparse VD the sparsest within a point of the best dense one."""
-    found = records.find(kind="trial", method=method)
-    if not found:
-        raise SystemExit(f"no trials of {method} yet: python experiments/pronunciation.py trials")
-    lowest = min(found, key=lambda record: record["error"])
-    if method == "sparse":
-        limit = min(record["error"] for record in records.find(kind="trial", method="dense")) + 1
-        within = [record for record in found if record["error"] <= limit]
-        lowest = max(within, key=lambda record: record["ratio"]) if within else lowest
-    return lowest["setting"]
+    for setting in untried(picked(SPARSE, chosen), records, method="sparse"):
+        pruned, seconds = trained_sparse(setting, dense, words, 0, TRIALS)
+        found = described(pruned, dense, words[1])
+        records.add(kind="trial", method="sparse", setting=asdict(setting), seed=0, **found, seconds=round(seconds, 1))
 
 
 def run(seed: int, records: Records) -> None:
@@ -385,12 +382,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["trials", "run", "cost", "table"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=9, help="trials of each method, from the first")
+    parser.add_argument("--method", choices=["dense", "sparse", "both"], default="both", help="of the trials")
+    parser.add_argument("--settings", type=int, nargs="+", default=[], help="trials of these numbers, from 0; else all")
     parser.add_argument("--steps", type=int, default=20, help="to take the time of")
     arguments = parser.parse_args()
     records = Records("pronunciation")
     if arguments.action == "trials":
-        trials(arguments.most, records)
+        trials(arguments.method, arguments.settings, records)
     elif arguments.action == "run":
         run(arguments.seed, records)
     print(cost(arguments.steps) if arguments.action == "cost" else table(records))

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from records import Records, spread
 from safetensors.torch import load_file, save_file
+from settings import best, picked, untried
 from torch import Tensor, nn
 
 import sparsevd
@@ -261,39 +262,16 @@ def trials(name: str, method: str, chosen: list[int], records: Records) -> None:
     task = TASKS[name]
     everything, _, classes = load(task)
     train, held_out = split(everything, len(everything[1]) // HELD_OUT, SPLIT_SEED)
-    for setting in picked(task.dense, chosen) if method != "sparse" else ():
-        if setting not in tried(records, name, "dense", Dense):
-            _, error = trained_dense(name, setting, train, held_out, 0, classes, TRIALS)
-            records.add(task=name, kind="trial", method="dense", setting=asdict(setting), seed=0, error=error)
+    dense_settings = picked(task.dense, chosen) if method != "sparse" else []
+    for setting in untried(dense_settings, records, task=name, method="dense"):
+        _, error = trained_dense(name, setting, train, held_out, 0, classes, TRIALS)
+        records.add(task=name, kind="trial", method="dense", setting=asdict(setting), seed=0, error=error)
     if method == "dense":
         return
-    dense, _ = trained_dense(name, Dense(**best(records, name, "dense")), train, held_out, 0, classes, TRIALS)
-    for setting in picked(task.sparse, chosen):
-        if setting not in tried(records, name, "sparse", Sparse):
-            result = trained_sparse(name, setting, dense, train, held_out, 0, TRIALS)
-            records.add(task=name, kind="trial", method="sparse", setting=asdict(setting), seed=0, **result)
-
-
-def tried(records: Records, name: str, method: str, kind: type[Any]) -> list[Any]:
-    """The settings that have a record; what came to a setting later has its default in earlier ones."""
-    return [kind(**record["setting"]) for record in records.find(task=name, kind="trial", method=method)]
-
-
-def picked(settings: tuple[Any, ...], chosen: list[int]) -> list[Any]:
-    return [setting for number, setting in enumerate(settings) if not chosen or number in chosen]
-
-
-def best(records: Records, name: str, method: str) -> dict[str, Any]:
-    """The setting with the lowest held-out error; of Sparse VD the sparsest within a point of the best dense one."""
-    found = records.find(task=name, kind="trial", method=method)
-    if not found:
-        raise SystemExit(f"no trials of {name} yet: python experiments/text.py trials {name}")
-    lowest = min(found, key=lambda record: record["error"])
-    if method == "sparse":
-        limit = min(r["error"] for r in records.find(task=name, kind="trial", method="dense")) + 1
-        within = [record for record in found if record["error"] <= limit]
-        lowest = max(within, key=lambda record: record["ratio"]) if within else lowest
-    return lowest["setting"]
+    dense, _ = trained_dense(name, Dense(**best(records, "dense", task=name)), train, held_out, 0, classes, TRIALS)
+    for setting in untried(picked(task.sparse, chosen), records, task=name, method="sparse"):
+        result = trained_sparse(name, setting, dense, train, held_out, 0, TRIALS)
+        records.add(task=name, kind="trial", method="sparse", setting=asdict(setting), seed=0, **result)
 
 
 def run(name: str, seed: int, records: Records) -> None:
@@ -301,12 +279,12 @@ def run(name: str, seed: int, records: Records) -> None:
     task = TASKS[name]
     train, test, classes = load(task)
     place = f"seed{seed}"
-    setting = Dense(**best(records, name, "dense"))
+    setting = Dense(**best(records, "dense", task=name))
     dense, error = trained_dense(name, setting, train, test, seed, classes, place)
     if not records.find(task=name, kind="run", method="dense", seed=seed):
         records.add(task=name, kind="run", method="dense", setting=asdict(setting), seed=seed, error=error)
     if not records.find(task=name, kind="run", method="sparse", seed=seed):
-        sparse = Sparse(**best(records, name, "sparse"))
+        sparse = Sparse(**best(records, "sparse", task=name))
         result = trained_sparse(name, sparse, dense, train, test, seed, place)
         records.add(task=name, kind="run", method="sparse", setting=asdict(sparse), seed=seed, **result)
 
@@ -319,7 +297,7 @@ def control(name: str, seed: int, records: Records) -> None:
     for method in (HEAD_ONLY, "control"):
         if records.find(task=name, kind="run", method=method, seed=seed):
             continue
-        setting = Dense(**best(records, name, "dense"))
+        setting = Dense(**best(records, "dense", task=name))
         model, _ = trained_dense(name, setting, train, test, seed, classes, f"seed{seed}")
         model.requires_grad_(method != HEAD_ONLY)
         model.head.requires_grad_(True)
