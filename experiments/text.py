@@ -69,6 +69,7 @@ class Sparse:
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
     taught: float = 0.0  # the weight of the dense network as a teacher
     held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
+    fresh: bool = False  # from random weights instead of the dense network's
     # A second run, without noise: from what the first has left to this share of zeros, in so many epochs, with that
     # dropout and that teacher.
     cut_to: float | None = None
@@ -81,6 +82,7 @@ class Sparse:
     def name(self) -> str:
         """Of the first run."""
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
+        name += "-fresh" if self.fresh else ""
         name += "-without-noise" if self.noise is False else ""
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
         name += f"-taught{self.taught:g}" if self.taught_first else ""
@@ -128,6 +130,10 @@ TASKS = {
             # 30 epochs are 2,800 steps, a tenth of what a LeNet has.
             Sparse(None, 100, keep_dropout=True, share=1 - 1 / 300, noise=False, taught=0.9),
             Sparse(None, 100, keep_dropout=True, share=1 - 1 / 300, noise=True, taught=0.9),
+            Sparse(0.3, 60, fresh=True, polish=3),
+            Sparse(0.3, 60, fresh=True, keep_dropout=True, polish=3),
+            Sparse(1.0, 60, fresh=True, polish=3),
+            Sparse(0.1, 100, fresh=True, polish=3),
         ),
     ),
     "encoder": Task(
@@ -187,7 +193,9 @@ def trained_sparse(
     name: str, setting: Sparse, dense: nn.Module, train: Pair, measured: Pair, seed: int, place: str
 ) -> dict[str, Any]:
     """Sparse VD from a dense network: what a record says of it."""
-    model = sparsevd.sparsify(copy.deepcopy(dense), keep_dropout=setting.keep_dropout)
+    torch.manual_seed(seed)
+    begun_with = TASKS[name].network(dense.head.out_features, dropout=dense.dropout.p) if setting.fresh else dense
+    model = sparsevd.sparsify(copy.deepcopy(begun_with), keep_dropout=setting.keep_dropout)
     config = sparsevd.FitConfig(
         epochs=setting.epochs,
         warm_up_end=setting.warm_up_end,
