@@ -69,7 +69,8 @@ class Sparse:
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
     taught: float = 0.0  # the weight of the dense network as a teacher
     held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
-    fresh: bool = False  # from random weights instead of the dense network's
+    fresh: bool = False  # from random weights instead of the dense network's ...
+    dropout: float | None = None  # ... and with another dropout
     # A second run, without noise: from what the first has left to this share of zeros, in so many epochs, with that
     # dropout and that teacher.
     cut_to: float | None = None
@@ -87,7 +88,8 @@ class Sparse:
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
         name += f"-taught{self.taught:g}" if self.taught_first else ""
         name += f"-held{self.held:g}" if self.held is not None else ""
-        return name + (f"-rate{self.rate:g}" if self.rate else "") + ("-dropout" if self.keep_dropout else "")
+        name += f"-rate{self.rate:g}" if self.rate else ""
+        return name + (f"-dropout{'' if self.dropout is None else self.dropout}" if self.keep_dropout else "")
 
     @property
     def taught_first(self) -> bool:
@@ -133,7 +135,9 @@ TASKS = {
             Sparse(0.3, 60, fresh=True, polish=3),
             Sparse(0.3, 60, fresh=True, keep_dropout=True, polish=3),
             Sparse(1.0, 60, fresh=True, polish=3),
-            Sparse(0.1, 100, fresh=True, polish=3),
+            Sparse(0.1, 60, fresh=True, keep_dropout=True, polish=3),
+            Sparse(1.0, 60, fresh=True, keep_dropout=True, taught=0.9, polish=3),
+            Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
         ),
     ),
     "encoder": Task(
@@ -194,7 +198,8 @@ def trained_sparse(
 ) -> dict[str, Any]:
     """Sparse VD from a dense network: what a record says of it."""
     torch.manual_seed(seed)
-    begun_with = TASKS[name].network(dense.head.out_features, dropout=dense.dropout.p) if setting.fresh else dense
+    dropout = dense.dropout.p if setting.dropout is None else setting.dropout
+    begun_with = TASKS[name].network(dense.head.out_features, dropout=dropout) if setting.fresh else dense
     model = sparsevd.sparsify(copy.deepcopy(begun_with), keep_dropout=setting.keep_dropout)
     config = sparsevd.FitConfig(
         epochs=setting.epochs,
