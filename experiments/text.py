@@ -138,6 +138,8 @@ TASKS = {
             Sparse(0.1, 60, fresh=True, keep_dropout=True, polish=3),
             Sparse(1.0, 60, fresh=True, keep_dropout=True, taught=0.9, polish=3),
             Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
+            Sparse(0.1, 120, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
+            Sparse(0.05, 60, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
         ),
     ),
     "encoder": Task(
@@ -150,6 +152,8 @@ TASKS = {
             Sparse(1.0, 40),
             Sparse(None, 40, share=1 - 1 / 32, taught=0.9),
             Sparse(None, 40, keep_dropout=True, share=1 - 1 / 32, noise=False, taught=0.9),
+            Sparse(0.1, 60, fresh=True, keep_dropout=True, polish=3),
+            Sparse(0.3, 60, fresh=True, keep_dropout=True, polish=3),
         ),
     ),
 }
