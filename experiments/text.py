@@ -138,8 +138,10 @@ TASKS = {
             Sparse(0.1, 60, fresh=True, keep_dropout=True, polish=3),
             Sparse(1.0, 60, fresh=True, keep_dropout=True, taught=0.9, polish=3),
             Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
-            Sparse(0.1, 120, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
-            Sparse(0.05, 60, fresh=True, keep_dropout=True, dropout=0.5, polish=3),
+            Sparse(0.1, 60, keep_dropout=True, polish=3),
+            Sparse(0.1, 120, fresh=True, keep_dropout=True, polish=3),
+            Sparse(0.05, 60, fresh=True, keep_dropout=True, polish=3),
+            Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.1, polish=3),
         ),
     ),
     "encoder": Task(
