@@ -47,9 +47,14 @@ class Dense:
     dropout: float
     epochs: int
     rate: float = 4e-3
+    words: float = 0.0  # dropout of whole words (LSTM)
 
     def name(self) -> str:
-        return f"dense-dropout{self.dropout:g}-epochs{self.epochs}-rate{self.rate:g}"
+        words = f"-words{self.words:g}" if self.words else ""
+        return f"dense-dropout{self.dropout:g}-epochs{self.epochs}-rate{self.rate:g}{words}"
+
+    def network(self, task: "Task", classes: int) -> nn.Module:
+        return task.network(classes, dropout=self.dropout, **({"word_dropout": self.words} if self.words else {}))
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Sparse:
     taught: float = 0.0  # the weight of the dense network as a teacher
     held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
     fresh: bool = False  # from random weights instead of the dense network's ...
-    dropout: float | None = None  # ... and with another dropout
+    dropout: float | None = None  # ... and with another dropout ...
+    words: float | None = None  # ... of words, too
     # A second run, without noise: from what the first has left to this share of zeros, in so many epochs, with that
     # dropout and that teacher.
     cut_to: float | None = None
@@ -89,6 +95,7 @@ class Sparse:
         name += f"-taught{self.taught:g}" if self.taught_first else ""
         name += f"-held{self.held:g}" if self.held is not None else ""
         name += f"-rate{self.rate:g}" if self.rate else ""
+        name += f"-words{self.words:g}" if self.words is not None else ""
         return name + (f"-dropout{'' if self.dropout is None else self.dropout}" if self.keep_dropout else "")
 
     @property
@@ -119,6 +126,9 @@ TASKS = {
             Dense(0.5, 10, 2e-3),
             Dense(0.5, 20, 2e-3),
             Dense(0.6, 15),
+            Dense(0.3, 10, words=0.3),
+            Dense(0.3, 20, words=0.3),
+            Dense(0.3, 20, words=0.5),
         ),
         (
             Sparse(0.1, 30, keep_dropout=True, polish=3),
@@ -142,6 +152,8 @@ TASKS = {
             Sparse(0.1, 120, fresh=True, keep_dropout=True, polish=3),
             Sparse(0.05, 60, fresh=True, keep_dropout=True, polish=3),
             Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.1, polish=3),
+            Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.3, words=0.3, polish=3),
+            Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.1, words=0.5, polish=3),
         ),
     ),
     "encoder": Task(
@@ -187,7 +199,7 @@ def trained_dense(name: str, setting: Dense, train: Pair, measured: Pair, seed: 
     """The dense network, and its error."""
     task = TASKS[name]
     torch.manual_seed(seed)
-    model = task.network(classes, dropout=setting.dropout)
+    model = setting.network(task, classes)
     kept = RUNS / name / place / setting.name() / "dense.safetensors"
     if kept.exists():
         model.load_state_dict(load_file(kept))
@@ -203,9 +215,7 @@ def trained_sparse(
     name: str, setting: Sparse, dense: nn.Module, train: Pair, measured: Pair, seed: int, place: str
 ) -> dict[str, Any]:
     """Sparse VD from a dense network: what a record says of it."""
-    torch.manual_seed(seed)
-    dropout = dense.dropout.p if setting.dropout is None else setting.dropout
-    begun_with = TASKS[name].network(dense.head.out_features, dropout=dropout) if setting.fresh else dense
+    begun_with = fresh(setting, TASKS[name], dense, seed) if setting.fresh else dense
     model = sparsevd.sparsify(copy.deepcopy(begun_with), keep_dropout=setting.keep_dropout)
     config = sparsevd.FitConfig(
         epochs=setting.epochs,
@@ -247,6 +257,14 @@ def trained_sparse(
         "per_layer": layers,
         "seconds": round(sum(epoch.seconds for epoch in history), 1),
     }
+
+
+def fresh(setting: Sparse, task: Task, dense: nn.Module, seed: int) -> nn.Module:
+    """Random weights, and the dense network's dropout unless the setting has another."""
+    torch.manual_seed(seed)
+    dropout = dense.dropout.p if setting.dropout is None else setting.dropout
+    words = getattr(dense, "word_dropout", nn.Dropout1d(0.0)).p if setting.words is None else setting.words
+    return Dense(dropout, epochs=0, words=words).network(task, dense.head.out_features)
 
 
 def cut_further(setting: Sparse, pruned: nn.Module, dense: nn.Module, train: Pair, seed: int) -> nn.Module:

@@ -17,16 +17,24 @@ class TextLSTM(nn.Module):
     """
 
     def __init__(
-        self, classes: int, tokens: int = TOKENS, *, width: int = 300, hidden: int = 128, dropout: float = 0.0
+        self,
+        classes: int,
+        tokens: int = TOKENS,
+        *,
+        width: int = 300,
+        hidden: int = 128,
+        dropout: float = 0.0,
+        word_dropout: float = 0.0,
     ):
         super().__init__()
         self.embedding = _embedding(tokens, width)
+        self.word_dropout = nn.Dropout1d(word_dropout)  # of whole words, so that a text is known by any of them
         self.lstm = nn.LSTM(width, hidden, batch_first=True)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        outputs, _ = self.lstm(self.dropout(self.embedding(tokens)))  # (N, length, hidden)
+        outputs, _ = self.lstm(self.dropout(self.word_dropout(self.embedding(tokens))))  # (N, length, hidden)
         padding = (tokens == PADDING).unsqueeze(-1)
         padding[:, 0] = False
         return self.head(self.dropout(outputs.masked_fill(padding, -1.0).amax(1)))  # type: ignore[no-any-return]
