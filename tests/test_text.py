@@ -8,6 +8,7 @@ import torch
 import sparsevd
 from sparsevd.errors import ArgumentError, DataError
 from sparsevd.zoo import datasets, models, text, wheels
+from sparsevd.zoo.text_models import TextLSTM
 from test_data import pinned, write_all
 
 HEADER = "Category\tText\nd\tstring\nclass\t\n"
@@ -123,3 +124,13 @@ def test_networks_for_texts(name, weights):
         assert answers.shape == (3, classes)
         assert answers.isfinite().all()
         torch.testing.assert_close(answers[1:2], network(tokens[1:2, :2]))
+
+
+def test_the_dropout_of_words_takes_whole_ones():
+    network = TextLSTM(2, 50, width=8, hidden=4, word_dropout=0.5).train()
+    seen = []
+    network.lstm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    network(torch.randint(1, 50, (4, 100)))
+    read = seen[0] != 0
+    assert torch.equal(read.any(2), read.all(2))
+    assert 0.3 < read.float().mean() < 0.7
