@@ -154,6 +154,7 @@ TASKS = {
             Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.1, polish=3),
             Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.3, words=0.3, polish=3),
             Sparse(0.05, 60, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
+            Sparse(0.1, 120, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
         ),
     ),
     "encoder": Task(
