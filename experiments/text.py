@@ -82,10 +82,6 @@ class Sparse:
     cut_to: float | None = None
     cut_epochs: int = 0
 
-    def __post_init__(self) -> None:
-        if self.taught and self.beta not in (None, 1) and not self.cut_to:
-            raise ValueError("β divides the likelihood, and the teacher's term would keep its size: leave it at 1")
-
     def name(self) -> str:
         """Of the first run."""
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
@@ -101,6 +97,12 @@ class Sparse:
     @property
     def taught_first(self) -> bool:
         return bool(self.taught) and not self.cut_to
+
+    @property
+    def copies(self) -> int:
+        """How often the training texts are there, so that β is one of so many: a teacher's term cannot be divided by β
+        as a loss can, but N can be larger."""
+        return round(1 / self.beta) if self.taught_first and self.beta else 1
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ TASKS = {
             Sparse(0.1, 60, fresh=True, keep_dropout=True, dropout=0.3, words=0.3, polish=3),
             Sparse(0.05, 60, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
             Sparse(0.1, 120, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
+            Sparse(0.2, 60, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, taught=0.9, polish=3),
         ),
     ),
     "encoder": Task(
@@ -218,8 +221,9 @@ def trained_sparse(
     """Sparse VD from a dense network: what a record says of it."""
     begun_with = fresh(setting, TASKS[name], dense, seed) if setting.fresh else dense
     model = sparsevd.sparsify(copy.deepcopy(begun_with), keep_dropout=setting.keep_dropout)
+    divided_by = setting.beta if setting.beta and not setting.taught_first else 1.0
     config = sparsevd.FitConfig(
-        epochs=setting.epochs,
+        epochs=setting.epochs // setting.copies,
         warm_up_end=setting.warm_up_end,
         learning_rate=setting.rate,
         noise=setting.noise,
@@ -228,10 +232,10 @@ def trained_sparse(
     )
     history = sparsevd.fit(
         model,
-        train,
+        (train[0].repeat(setting.copies, 1), train[1].repeat(setting.copies)),
         seen_in_training(place, measured),
         config,
-        loss=lambda output, target: F.cross_entropy(output, target) / (setting.beta or 1.0),
+        loss=lambda output, target: F.cross_entropy(output, target) / divided_by,
         budget=sparsevd.Budget(sparsity=setting.share) if setting.share else None,
         forward=in_bfloat16,
         teacher=copy.deepcopy(dense) if setting.taught_first else None,
