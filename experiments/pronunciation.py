@@ -80,7 +80,7 @@ class Sparse:
 
     def name(self) -> str:
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
-        name += "-without-noise" if self.noise is False else ""
+        name += {None: "", False: "-without-noise", True: "-with-noise"}[self.noise]
         taught = f"-taught{self.taught:g}" if self.taught else ""
         return f"{name}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
 

@@ -86,7 +86,7 @@ class Sparse:
         """Of the first run."""
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
         name += "-fresh" if self.fresh else ""
-        name += "-without-noise" if self.noise is False else ""
+        name += {None: "", False: "-without-noise", True: "-with-noise"}[self.noise]
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
         name += f"-taught{self.taught:g}" if self.taught_first else ""
         name += f"-held{self.held:g}" if self.held is not None else ""
@@ -197,7 +197,7 @@ def load(task: Task) -> tuple[Pair, Pair, int]:
 
 def seen_in_training(place: str, measured: Pair) -> Pair | None:
     """Held-out texts may be watched in a trial; test texts are not shown to anything that trains."""
-    return measured if place == TRIALS else None
+    return measured if place.startswith(TRIALS) else None
 
 
 def trained_dense(name: str, setting: Dense, train: Pair, measured: Pair, seed: int, classes: int, place: str) -> Any:
@@ -311,9 +311,12 @@ def trials(name: str, method: str, chosen: list[int], records: Records) -> None:
         records.add(task=name, kind="trial", method="dense", setting=asdict(setting), seed=0, error=error)
     if method == "dense":
         return
-    dense, _ = trained_dense(name, Dense(**best(records, "dense", task=name)), train, held_out, 0, classes, TRIALS)
+    begun_with = Dense(**best(records, "dense", task=name))
+    dense, _ = trained_dense(name, begun_with, train, held_out, 0, classes, TRIALS)
+    place = f"{TRIALS}/{begun_with.name()}"  # whose dropout a setting has that names none of its own
     for setting in untried(picked(task.sparse, chosen), records, task=name, method="sparse"):
-        result = trained_sparse(name, setting, dense, train, held_out, 0, TRIALS)
+        result = trained_sparse(name, setting, dense, train, held_out, 0, place)
+        result["dense"] = asdict(begun_with)
         records.add(task=name, kind="trial", method="sparse", setting=asdict(setting), seed=0, **result)
 
 
