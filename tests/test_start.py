@@ -49,6 +49,23 @@ def test_a_fresh_network_gets_the_recipe_as_it_is():
     assert all((each.log_sigma2 == -8).all() for each in posteriors(model))
 
 
+@pytest.mark.parametrize("scale", [1, 10, 1000])
+def test_random_weights_know_nothing_however_large_the_loss(scale):
+    x, y = torch.randn(500, 20), torch.randint(52, (500,))
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = sparsevd.sparsify(nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 52)))
+        task = Task(model, (x, y), None, CONFIG, lambda out, y: scale * F.cross_entropy(out, y), call, None, None)
+        assert not start.begin(task, CONFIG).knows
+
+
+@pytest.mark.parametrize("batch", [2, 8, 50])
+def test_a_trained_network_is_known_by_small_batches_too(trained, batch):
+    config = dataclasses.replace(CONFIG, batch_size=batch)
+    model = sparsevd.sparsify(trained)
+    assert start.begin(Task(model, (X, Y), None, config, F.cross_entropy, call, None, None), config).knows
+
+
 def test_a_rate_that_was_given_is_not_touched(trained):
     config = dataclasses.replace(CONFIG, learning_rate=0.5)
     model, found = begun(trained, config)
