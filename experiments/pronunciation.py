@@ -44,6 +44,7 @@ TEST = HELD_OUT = 10  # one of so many words, and then one of so many training w
 SPLIT_SEED = 0
 TRIALS = "trials"  # where their checkpoints lie; there held-out words are watched, test words are shown to no training
 BATCH = 256  # words
+THRESHOLDS = (3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0)  # of log α; a record has the error and the ratio of each
 LONGEST = 40  # phonemes that greedy decoding may take; the longest word has 28
 
 Pair = tuple[Tensor, Tensor]  # letters (words, longest) and phonemes (words, longest), padded
@@ -71,6 +72,11 @@ class Sparse:
     taught: float = 0.0  # the weight of the dense network as a teacher
     share: float | None = None  # of weights to remove: then `fit` chooses β
     noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
+    fresh: bool = False  # from random weights instead of the dense network's
+    threshold: float = 3.0  # of log α
+    polish: int = 0  # epochs of plain fine-tuning of what pruning has left ...
+    polish_rate: float = 1e-3  # ... at this rate ...
+    polish_taught: float = 0.0  # ... with this weight of the dense network as a teacher
 
     def __post_init__(self) -> None:
         if (self.taught or self.share) and self.beta != 1:
@@ -79,7 +85,9 @@ class Sparse:
             )
 
     def name(self) -> str:
+        """Of what is trained with noise; where it is cut and polished is not in it."""
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
+        name += "-fresh" if self.fresh else ""
         name += {None: "", False: "-without-noise", True: "-with-noise"}[self.noise]
         taught = f"-taught{self.taught:g}" if self.taught else ""
         return f"{name}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
@@ -104,6 +112,8 @@ SPARSE = (
     Sparse(2.0, 48),
     Sparse(1.0, 32, taught=0.5, share=1 - 1 / 8.2, noise=False),
     Sparse(1.0, 32, taught=0.5, share=1 - 1 / 8.2, noise=True),
+    Sparse(1.0, 32, fresh=True),
+    Sparse(2.0, 32, fresh=True),
 )
 
 
@@ -256,13 +266,14 @@ def trained_dense(
 
 
 def trained_sparse(
-    setting: Sparse, dense: Speller, words: tuple[Pair, Pair], seed: int, place: str
-) -> tuple[nn.Module, float]:
-    """Sparse VD from a dense network: what is left of it, and seconds."""
+    setting: Sparse, dense: Speller, words: tuple[Pair, Pair], sizes: tuple[int, int], seed: int, place: str
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Sparse VD from a dense network or random weights: what is left of it, and what else a record says."""
     train, measured = words
     data, n = loader(train, dense.start)
     watched = loader(measured, dense.start)[0] if place == TRIALS else None
-    model = sparsevd.sparsify(dense)
+    torch.manual_seed(seed)
+    model = sparsevd.sparsify(Speller(*sizes) if setting.fresh else dense)
     history = sparsevd.fit(
         model,
         data,
@@ -278,7 +289,35 @@ def trained_sparse(
         run_dir=RUNS / place / setting.name(),
         resume=True,
     )
-    return sparsevd.prune(model), sum(epoch.seconds for epoch in history)
+    more = {"thresholds": trade_off(model, dense, measured), "seconds": round(sum(e.seconds for e in history), 1)}
+    pruned = sparsevd.prune(model, threshold=setting.threshold)
+    if setting.polish:
+        pruned = polished(pruned, setting, dense, train, seed)
+    return pruned, more
+
+
+def polished(pruned: nn.Module, setting: Sparse, dense: Speller, train: Pair, seed: int) -> nn.Module:
+    """The pruned network in the shape of the dense one, so that its dropout acts, fine-tuned."""
+    network = copy.deepcopy(dense)
+    network.load_state_dict(pruned.state_dict())
+    sparsevd.polish(
+        network,
+        loader(train, dense.start)[0],
+        epochs=setting.polish,
+        config=sparsevd.FitConfig(learning_rate=setting.polish_rate, autocast=True, seed=seed),
+        teacher=copy.deepcopy(dense) if setting.polish_taught else None,
+        teacher_weight=setting.polish_taught,
+    )
+    return network.eval()
+
+
+def trade_off(model: nn.Module, dense: nn.Module, words: Pair) -> list[dict[str, float]]:
+    """Error and ratio, without polishing, by where log α is cut."""
+    found = []
+    for threshold in THRESHOLDS:
+        cut = described(sparsevd.prune(model, threshold=threshold), dense, words)
+        found.append({"threshold": threshold, "error": cut["error"], "ratio": cut["ratio"]})
+    return found
 
 
 def described(pruned: nn.Module, dense: nn.Module, words: Pair) -> dict[str, Any]:
@@ -318,9 +357,9 @@ def trials(method: str, chosen: list[int], records: Records) -> None:
         return
     dense, _ = trained_dense(Dense(**best(records, "dense")), words, tuple(sizes), 0, TRIALS)
     for setting in untried(picked(SPARSE, chosen), records, method="sparse"):
-        pruned, seconds = trained_sparse(setting, dense, words, 0, TRIALS)
-        found = described(pruned, dense, words[1])
-        records.add(kind="trial", method="sparse", setting=asdict(setting), seed=0, **found, seconds=round(seconds, 1))
+        pruned, more = trained_sparse(setting, dense, words, tuple(sizes), 0, TRIALS)
+        found = described(pruned, dense, words[1]) | more
+        records.add(kind="trial", method="sparse", setting=asdict(setting), seed=0, **found)
 
 
 def run(seed: int, records: Records) -> None:
@@ -333,9 +372,9 @@ def run(seed: int, records: Records) -> None:
         found = {"error": round(mistakes(dense, test).mean().item(), 3), "seconds": round(seconds, 1)}
         records.add(kind="run", method="dense", setting=asdict(setting), seed=seed, **found)
     if not records.find(kind="run", method="sparse", seed=seed):
-        pruned, seconds = trained_sparse(sparse, dense, (train, test), seed, place)
-        found = described(pruned, dense, test)
-        records.add(kind="run", method="sparse", setting=asdict(sparse), seed=seed, **found, seconds=round(seconds, 1))
+        pruned, more = trained_sparse(sparse, dense, (train, test), tuple(sizes), seed, place)
+        found = described(pruned, dense, test) | more
+        records.add(kind="run", method="sparse", setting=asdict(sparse), seed=seed, **found)
 
 
 def cost(steps: int) -> str:

@@ -35,7 +35,7 @@ from sparsevd.zoo.text_models import TextEncoder, TextLSTM
 RUNS = Path("runs/text")
 HELD_OUT = 6  # one of so many training texts
 SPLIT_SEED = 0
-POLISH_RATE = 1e-3
+THRESHOLDS = (3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0)  # that a record has the error and the ratio of
 TRIALS = "trials"  # where their checkpoints lie
 HEAD_ONLY = "control, head"  # of the two controls the weaker one
 
@@ -71,7 +71,10 @@ class Sparse:
     keep_dropout: bool = False  # of the dense network, beside the noise
     share: float | None = None
     noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
-    polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left
+    threshold: float = 3.0  # of log α
+    polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left ...
+    polish_rate: float = 1e-3  # ... at this rate ...
+    polish_taught: float = 0.0  # ... with this weight of the dense network as a teacher
     taught: float = 0.0  # the weight of the dense network as a teacher
     held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
     fresh: bool = False  # from random weights instead of the dense network's ...
@@ -246,11 +249,11 @@ def trained_sparse(
     )
     if setting.cut_to:
         model = cut_further(setting, sparsevd.prune(model), dense, train, seed)
-    found = sparsevd.summary(model)
-    pruned = sparsevd.prune(model)
+    pruned = sparsevd.prune(model, threshold=setting.threshold)
+    found = sparsevd.summary(pruned)
     before = sparsevd.evaluate(pruned, measured, forward=in_bfloat16).error
     if setting.polish:
-        pruned = polished(pruned, dense, train, setting.polish, seed)
+        pruned = polished(pruned, setting, dense, train, seed)
     layers = [{"name": layer.name, "weights": layer.weights, "kept": layer.kept} for layer in found.layers]
     others = [layer for layer in layers if "embedding" not in layer["name"] and "places" not in layer["name"]]
     return {
@@ -261,8 +264,19 @@ def trained_sparse(
         "ratio_without_embedding": sum(x["weights"] for x in others) / max(1, sum(x["kept"] for x in others)),
         "words_left": int(pruned.embedding.weight.any(1).sum()),
         "per_layer": layers,
+        "thresholds": trade_off(model, measured),
         "seconds": round(sum(epoch.seconds for epoch in history), 1),
     }
+
+
+def trade_off(model: nn.Module, measured: Pair) -> list[dict[str, float]]:
+    """Error, without polishing, and ratio, by where log α is cut."""
+    found = []
+    for threshold in THRESHOLDS:
+        pruned = sparsevd.prune(model, threshold=threshold)
+        error = sparsevd.evaluate(pruned, measured, forward=in_bfloat16).error
+        found.append({"threshold": threshold, "error": error, "ratio": sparsevd.summary(pruned).ratio})
+    return found
 
 
 def fresh(setting: Sparse, task: Task, dense: nn.Module, seed: int) -> nn.Module:
@@ -291,12 +305,19 @@ def cut_further(setting: Sparse, pruned: nn.Module, dense: nn.Module, train: Pai
     return model
 
 
-def polished(pruned: nn.Module, dense: nn.Module, train: Pair, epochs: int, seed: int) -> nn.Module:
+def polished(pruned: nn.Module, setting: Sparse, dense: nn.Module, train: Pair, seed: int) -> nn.Module:
     """The pruned network in the shape of the dense one, so that its dropout acts, fine-tuned."""
     network = copy.deepcopy(dense)
     network.load_state_dict(pruned.state_dict())
-    config = sparsevd.FitConfig(learning_rate=POLISH_RATE, seed=seed)
-    sparsevd.polish(network, train, epochs=epochs, config=config, forward=in_bfloat16)
+    sparsevd.polish(
+        network,
+        train,
+        epochs=setting.polish,
+        config=sparsevd.FitConfig(learning_rate=setting.polish_rate, seed=seed),
+        forward=in_bfloat16,
+        teacher=copy.deepcopy(dense) if setting.polish_taught else None,
+        teacher_weight=setting.polish_taught,
+    )
     return network.eval()
 
 

@@ -63,6 +63,24 @@ def test_against_momentum(make):
         assert (model.bias != 0).all()
 
 
+def test_a_teacher_is_learned_from():
+    """Of a teacher that says the opposite of the labels, at all of the weight, only its opinion counts."""
+    pruned, (x, y) = pruned_network(), problem()
+    opinion = 10.0 * nn.functional.one_hot(1 - y, 2).float()
+    config = sparsevd.FitConfig(learning_rate=1e-2)
+    told = copy.deepcopy(pruned)
+    sparsevd.polish(
+        told, (x, y), epochs=30, config=config, teacher=opinion, temperature=1.0, teacher_weight=1.0, progress=False
+    )
+    alone = copy.deepcopy(pruned)
+    sparsevd.polish(alone, (x, y), epochs=30, config=config, progress=False)
+    assert sparsevd.evaluate(told, (x, 1 - y)).error < 25
+    assert sparsevd.evaluate(alone, (x, y)).error < 25
+    assert torch.equal(told[0].weight == 0, pruned[0].weight == 0)
+    with pytest.raises(ArgumentError, match="teacher_weight=2"):
+        sparsevd.polish(pruned, (x, y), teacher=opinion, teacher_weight=2.0, progress=False)
+
+
 def test_at_every_step_and_with_a_callback_of_ones_own():
     pruned = pruned_network()
     kept = int((pruned[0].weight != 0).sum())

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from sparsevd.errors import ArgumentError
 from sparsevd.posterior import is_noisy
@@ -16,6 +16,7 @@ from sparsevd.training.loop import Loop
 from sparsevd.training.progress import Callback
 from sparsevd.training.recipes import LEARNING_RATE, FitConfig
 from sparsevd.training.task import Task
+from sparsevd.training.teacher import TEMPERATURE, WEIGHT, Teacher
 from sparsevd.training.zeros import Zeros
 
 POLISH_EPOCHS = 3
@@ -35,6 +36,9 @@ def polish(
     loss: Loss = F.cross_entropy,
     forward: Forward = call,
     metric: Metric | None = None,
+    teacher: nn.Module | Tensor | None = None,
+    temperature: float = TEMPERATURE,
+    teacher_weight: float = WEIGHT,
     progress: bool = True,
     callbacks: Iterable[Callback] = (),
 ) -> list[EpochMetrics]:
@@ -56,6 +60,9 @@ def polish(
         loss: mean negative log-likelihood of a batch.
         forward: how to call the model.
         metric: a number to watch on `val`.
+        teacher: the dense network, say, to learn from beside the labels; this and the next two as for `fit`.
+        temperature: of its term.
+        teacher_weight: the weight of its term.
         progress: show a bar on a terminal, or a line per epoch elsewhere.
         callbacks: told about every step and every epoch.
     """
@@ -68,5 +75,6 @@ def polish(
     for module in pruned.modules():
         if isinstance(module, _NORMS):
             module.eval()  # which the loop respects
-    task = Task(pruned, train, val, config, loss, forward, metric, None)
+    taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
+    task = Task(pruned, train, val, config, loss, forward, metric, None, taught)
     return Loop(task, None, callbacks, zeros=Zeros).run(resume=False, show=progress)
