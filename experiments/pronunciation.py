@@ -300,13 +300,15 @@ def polished(pruned: nn.Module, setting: Sparse, dense: Speller, train: Pair, se
     """The pruned network in the shape of the dense one, so that its dropout acts, fine-tuned."""
     network = copy.deepcopy(dense)
     network.load_state_dict(pruned.state_dict())
+    data, n = loader(train, dense.start)
     sparsevd.polish(
         network,
-        loader(train, dense.start)[0],
+        data,
         epochs=setting.polish,
         config=sparsevd.FitConfig(learning_rate=setting.polish_rate, autocast=True, seed=seed),
         teacher=copy.deepcopy(dense) if setting.polish_taught else None,
         teacher_weight=setting.polish_taught,
+        n_train=n,
     )
     return network.eval()
 

@@ -81,6 +81,18 @@ def test_a_teacher_is_learned_from():
         sparsevd.polish(pruned, (x, y), teacher=opinion, teacher_weight=2.0, progress=False)
 
 
+def test_on_data_that_does_not_know_its_length():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            x, y = problem(200)
+            yield from zip(x.split(50), y.split(50), strict=True)
+
+    pruned, data = pruned_network(), torch.utils.data.DataLoader(Stream(), batch_size=None)
+    with pytest.raises(ArgumentError, match="give n_train"):
+        sparsevd.polish(pruned, data, progress=False)
+    assert len(sparsevd.polish(pruned, data, epochs=2, n_train=200, progress=False)) == 2
+
+
 def test_at_every_step_and_with_a_callback_of_ones_own():
     pruned = pruned_network()
     kept = int((pruned[0].weight != 0).sum())

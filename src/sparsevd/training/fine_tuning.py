@@ -39,6 +39,7 @@ def polish(
     teacher: nn.Module | Tensor | None = None,
     temperature: float = TEMPERATURE,
     teacher_weight: float = WEIGHT,
+    n_train: int | None = None,
     progress: bool = True,
     callbacks: Iterable[Callback] = (),
 ) -> list[EpochMetrics]:
@@ -63,6 +64,7 @@ def polish(
         teacher: the dense network, say, to learn from beside the labels; this and the next two as for `fit`.
         temperature: of its term.
         teacher_weight: the weight of its term.
+        n_train: how many examples there are, where the data cannot say it (an iterable of unknown length).
         progress: show a bar on a terminal, or a line per epoch elsewhere.
         callbacks: told about every step and every epoch.
     """
@@ -76,5 +78,5 @@ def polish(
         if isinstance(module, _NORMS):
             module.eval()  # which the loop respects
     taught = Teacher(teacher, temperature, teacher_weight) if teacher is not None else None
-    task = Task(pruned, train, val, config, loss, forward, metric, None, taught)
+    task = Task(pruned, train, val, config, loss, forward, metric, n_train, taught)
     return Loop(task, None, callbacks, zeros=Zeros).run(resume=False, show=progress)
