@@ -162,6 +162,8 @@ TASKS = {
             Sparse(0.1, 120, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
             Sparse(0.2, 60, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, taught=0.9, polish=3),
             Sparse(0.05, 240, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
+            Sparse(0.1, 120, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=3),
+            Sparse(0.05, 240, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=3),
         ),
     ),
     "encoder": Task(
