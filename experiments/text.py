@@ -74,7 +74,8 @@ class Sparse:
     threshold: float = 3.0  # of log α
     polish: int = 0  # epochs of plain fine-tuning, with that dropout, of what pruning has left ...
     polish_rate: float = 1e-3  # ... at this rate ...
-    polish_taught: float = 0.0  # ... with this weight of the dense network as a teacher
+    polish_taught: float = 0.0  # ... with this weight of the dense network as a teacher ...
+    polish_own: bool = False  # ... and the dropout that was beside the noise instead of the dense network's
     taught: float = 0.0  # the weight of the dense network as a teacher
     held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
     fresh: bool = False  # from random weights instead of the dense network's ...
@@ -255,7 +256,7 @@ def trained_sparse(
     found = sparsevd.summary(pruned)
     before = sparsevd.evaluate(pruned, measured, forward=in_bfloat16).error
     if setting.polish:
-        pruned = polished(pruned, setting, dense, train, seed)
+        pruned = polished(pruned, setting, TASKS[name], dense, train, seed)
     layers = [{"name": layer.name, "weights": layer.weights, "kept": layer.kept} for layer in found.layers]
     others = [layer for layer in layers if "embedding" not in layer["name"] and "places" not in layer["name"]]
     return {
@@ -307,9 +308,9 @@ def cut_further(setting: Sparse, pruned: nn.Module, dense: nn.Module, train: Pai
     return model
 
 
-def polished(pruned: nn.Module, setting: Sparse, dense: nn.Module, train: Pair, seed: int) -> nn.Module:
-    """The pruned network in the shape of the dense one, so that its dropout acts, fine-tuned."""
-    network = copy.deepcopy(dense)
+def polished(pruned: nn.Module, setting: Sparse, task: Task, dense: nn.Module, train: Pair, seed: int) -> nn.Module:
+    """The pruned network in the shape of a dense one, so that its dropout acts, fine-tuned."""
+    network = fresh(setting, task, dense, seed) if setting.polish_own else copy.deepcopy(dense)
     network.load_state_dict(pruned.state_dict())
     sparsevd.polish(
         network,
