@@ -1,6 +1,7 @@
 """Two trainings at once, and threads beside a busy process."""
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -144,6 +145,40 @@ def test_it_is_settled_before_torch_is_imported():
     code = "import sys, sparsevd_command; sparsevd_command.settle_waiting(); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+CHURN = """
+import resource, sys, sparsevd_command, numpy
+sparsevd_command.keep_memory()
+def work():
+    numpy.ones(12_000_000)  # 96 MB, above what glibc learns to keep by itself
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc is what gives memory back")
+def test_freed_memory_stays_unless_the_user_has_chosen():
+    """Told by the pages that the system has to clear anew: 4 kB each, or 2 MB."""
+
+    def faults(**chosen):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC", "GLIBC"))}
+        command = [sys.executable, "-c", CHURN]
+        return int(subprocess.check_output(command, env=environment | chosen, text=True))
+
+    kept, given_back = faults(), faults(MALLOC_MMAP_THRESHOLD_="1000000")
+    assert kept < 100 < given_back
+    assert faults(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=1000000") > 100
+
+
+def test_memory_of_another_c_library_is_left_alone(monkeypatch):
+    for name in (*sparsevd_command.MEMORY_CHOSEN, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sparsevd_command.ctypes, "CDLL", lambda _: object())
+    sparsevd_command.keep_memory()
 
 
 def test_the_installed_command_is_the_one_that_settles_it():
