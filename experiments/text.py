@@ -116,6 +116,7 @@ class Task:
     network: Callable[..., nn.Module]
     dense: tuple[Dense, ...]
     sparse: tuple[Sparse, ...]
+    windows: int = 1  # at most so many examples of each training text, one after the other, of that length each
 
 
 TASKS = {
@@ -167,6 +168,23 @@ TASKS = {
             Sparse(0.05, 240, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=3),
         ),
     ),
+    # The same, but each training text is up to four examples: its first 64 words, the next 64, ...
+    "lstm-windows": Task(
+        "20newsgroups",
+        64,
+        TextLSTM,
+        (
+            Dense(0.3, 8, words=0.3),
+            Dense(0.5, 8, words=0.3),
+            Dense(0.3, 12, words=0.5),
+        ),
+        (
+            Sparse(0.1, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=2),
+            Sparse(0.1, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=2),
+            Sparse(0.05, 90, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=2),
+        ),
+        windows=4,
+    ),
     "encoder": Task(
         "r52",
         64,
@@ -191,14 +209,28 @@ def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).float()  # type: ignore[no-any-return]
 
 
-def load(task: Task) -> tuple[Pair, Pair, int]:
-    """Training and test pairs of tokens and classes, and how many classes there are."""
+def load(task: Task, held_out: int | None = None) -> tuple[Pair, Pair, int]:
+    """Tokens and classes to train on and to measure on, and how many classes there are.
+
+    What is measured are the test texts, or one of so many training texts, on which nothing trains.
+    """
     corpus = datasets.load_corpus(task.data)
     vocabulary = text.Vocabulary.of(corpus.train.texts)
-    train, test = (
-        (vocabulary.tokens(each.texts, task.length), torch.tensor(each.labels)) for each in (corpus.train, corpus.test)
+    train, measured = (
+        (vocabulary.tokens(part.texts, task.length * task.windows), torch.tensor(part.labels))
+        for part in (corpus.train, corpus.test)
     )
-    return train, test, len(corpus.classes)
+    if held_out:
+        train, measured = split(train, len(train[1]) // held_out, SPLIT_SEED)
+    return in_windows(train, task), (measured[0][:, : task.length].contiguous(), measured[1]), len(corpus.classes)
+
+
+def in_windows(texts: Pair, task: Task) -> Pair:
+    """Each text as its windows: the first, and others that are no shorter than a quarter of the length."""
+    tokens = texts[0].view(-1, task.length)
+    first = torch.arange(len(tokens)) % task.windows == 0
+    long_enough = first | ((tokens != text.PADDING).sum(1) >= task.length / 4)
+    return tokens[long_enough], texts[1].repeat_interleave(task.windows)[long_enough]
 
 
 def seen_in_training(place: str, measured: Pair) -> Pair | None:
@@ -327,8 +359,7 @@ def polished(pruned: nn.Module, setting: Sparse, task: Task, dense: nn.Module, t
 def trials(name: str, method: str, chosen: list[int], records: Records) -> None:
     """Settings of a method, by their numbers, measured on held-out training texts: first the dense network's."""
     task = TASKS[name]
-    everything, _, classes = load(task)
-    train, held_out = split(everything, len(everything[1]) // HELD_OUT, SPLIT_SEED)
+    train, held_out, classes = load(task, HELD_OUT)
     dense_settings = picked(task.dense, chosen) if method != "sparse" else []
     for setting in untried(dense_settings, records, task=name, method="dense"):
         _, error = trained_dense(name, setting, train, held_out, 0, classes, TRIALS)
