@@ -15,7 +15,8 @@ from which a stopped unit goes on.
 
 import argparse
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from records import Records, spread
 from safetensors.torch import load_file, save_file
 from settings import best, picked, untried
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import sparsevd
 from sparsevd.training.data import split
@@ -76,7 +78,9 @@ class Sparse:
     polish_rate: float = 1e-3  # ... at this rate ...
     polish_taught: float = 0.0  # ... with this weight of the dense network as a teacher ...
     polish_own: bool = False  # ... and the dropout that was beside the noise instead of the dense network's
-    taught: float = 0.0  # the weight of the dense network as a teacher
+    taught: float = 0.0  # the weight of the dense network as a teacher ...
+    temperature: float = 3.0  # ... and its temperature
+    thinned: bool = False  # of each text a part of its words is read, the teacher reads the same: it is less sure then
     held: float | None = None  # part of the run before the rate falls; None: what `fit` chooses
     fresh: bool = False  # from random weights instead of the dense network's ...
     dropout: float | None = None  # ... and with another dropout ...
@@ -92,7 +96,8 @@ class Sparse:
         name += "-fresh" if self.fresh else ""
         name += {None: "", False: "-without-noise", True: "-with-noise"}[self.noise]
         name += f"-epochs{self.epochs}-warm-up{self.warm_up_end:g}"
-        name += f"-taught{self.taught:g}" if self.taught_first else ""
+        name += f"-taught{self.taught:g}-temperature{self.temperature:g}" if self.taught_first else ""
+        name += "-thinned" if self.thinned else ""
         name += f"-held{self.held:g}" if self.held is not None else ""
         name += f"-rate{self.rate:g}" if self.rate else ""
         name += f"-words{self.words:g}" if self.words is not None else ""
@@ -106,7 +111,7 @@ class Sparse:
     def copies(self) -> int:
         """How often the training texts are there, so that β is one of so many: a teacher's term cannot be divided by β
         as a loss can, but N can be larger."""
-        return round(1 / self.beta) if self.taught_first and self.beta else 1
+        return round(1 / self.beta) if self.taught_first and self.beta and not self.thinned else 1
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,17 @@ TASKS = {
             Sparse(0.1, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=2),
             Sparse(0.1, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=2),
             Sparse(0.05, 90, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=2),
+            Sparse(
+                0.3,
+                40,
+                fresh=True,
+                keep_dropout=True,
+                dropout=0.0,
+                words=0.0,
+                taught=0.9,
+                temperature=2.0,
+                thinned=True,
+            ),
         ),
         windows=4,
     ),
@@ -202,6 +218,25 @@ TASKS = {
 }
 
 Pair = tuple[Tensor, Tensor]
+
+
+class Thinned(IterableDataset[Pair]):
+    """Batches of texts of which a part of the words is left, in their order: a tenth to all, drawn anew each time."""
+
+    def __init__(self, texts: Pair, batch_size: int):
+        self.tokens, self.classes = texts
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.classes) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Pair]:
+        for batch in torch.randperm(len(self.classes)).split(self.batch_size):
+            tokens = self.tokens[batch]
+            share = 0.1 + 0.9 * torch.rand(len(batch), 1)
+            left = (torch.rand(tokens.shape) < share) & (tokens != text.PADDING)
+            first = (~left).to(torch.uint8).argsort(1, stable=True)  # what is left moves to the front
+            yield tokens.where(left, text.PADDING).gather(1, first), self.classes[batch]
 
 
 def in_bfloat16(model: nn.Module, x: Tensor) -> Tensor:
@@ -269,16 +304,23 @@ def trained_sparse(
         held=setting.held,
         seed=seed,
     )
+    examples, n = (train[0].repeat(setting.copies, 1), train[1].repeat(setting.copies)), None
+    if setting.thinned:  # a loader makes its own batches, and so many examples as N says
+        thinned = Thinned(train, config.batch_size)
+        examples, n = DataLoader(thinned, batch_size=None), round(len(train[1]) / (setting.beta or 1.0))
+        divided_by = 1.0
     history = sparsevd.fit(
         model,
-        (train[0].repeat(setting.copies, 1), train[1].repeat(setting.copies)),
+        examples,
         seen_in_training(place, measured),
         config,
+        n_train=n,
         loss=lambda output, target: F.cross_entropy(output, target) / divided_by,
         budget=sparsevd.Budget(sparsity=setting.share) if setting.share else None,
         forward=in_bfloat16,
         teacher=copy.deepcopy(dense) if setting.taught_first else None,
         teacher_weight=setting.taught,
+        temperature=setting.temperature,
         run_dir=RUNS / name / place / setting.name(),
         resume=True,
     )
