@@ -235,7 +235,7 @@ class Thinned(IterableDataset[Pair]):
             tokens = self.tokens[batch]
             share = 0.1 + 0.9 * torch.rand(len(batch), 1)
             left = (torch.rand(tokens.shape) < share) & (tokens != text.PADDING)
-            first = (~left).to(torch.uint8).argsort(1, stable=True)  # what is left moves to the front
+            first = (~left).to(torch.uint8).argsort(dim=1, stable=True)  # what is left moves to the front
             yield tokens.where(left, text.PADDING).gather(1, first), self.classes[batch]
 
 
