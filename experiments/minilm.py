@@ -113,8 +113,9 @@ def pretrained(files: dict[str, bytes], classes: int) -> Classifier:
     """As it comes, with a fresh head."""
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(**json.loads(files["config.json"]))
-    bert = BertModel(config, add_pooling_layer=False)
+    # Attention written out, without dropout of its own: on a CPU torch's fused one takes five times as long backward.
+    config = BertConfig(**json.loads(files["config.json"]) | {"attention_probs_dropout_prob": 0.0})
+    bert = BertModel._from_config(config, attn_implementation="eager", add_pooling_layer=False)
     weights = load(files["model.safetensors"])
     # The pooler is for another task, and the positions are counted by the model itself now.
     others = ("pooler.", "embeddings.position_ids")
