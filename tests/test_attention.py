@@ -14,7 +14,7 @@ from torch import nn
 import sparsevd
 from sparsevd.conversion import preview
 from sparsevd.errors import ArgumentError, SparseVDWarning
-from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES
+from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, attention
 from sparsevd.layers.attention import SparseMultiheadAttention
 from sparsevd.layers.linear import SparseOutputProjection
 from sparsevd.posterior import posteriors, switch_noise
@@ -302,6 +302,30 @@ def test_no_nan_in_value_or_gradient(kind, case, autocast):
             assert out.isfinite().all()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("hidden", ["some places", "all places of an example"])
+def test_written_out_in_bfloat16_it_is_torchs_own(hidden, monkeypatch):
+    model = whole(plain("self")).train()
+    x = inputs("self")[0]
+    padding = torch.zeros(BATCH, TARGETS, dtype=torch.bool)
+    padding[0, 1:] = True
+    padding[0, 0] = hidden != "some places"
+    found, fused, instructions = [], F.scaled_dot_product_attention, [False, True]
+    calls = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given: calls.append(given) or fused(*given))
+    for each in instructions:  # of the CPU; without them it is torch's function in any case
+        monkeypatch.setattr(attention, "multiplies_bfloat16", lambda each=each: each)
+        torch.manual_seed(0)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        out.float().square().sum().backward()
+        found.append([out.float(), *(p.grad.clone() for p in model.parameters())])
+    assert len(calls) == (1 if hidden == "some places" else 2)
+    for first, second in zip(*found, strict=True):
+        assert first.isfinite().all()
+        torch.testing.assert_close(first, second, rtol=0.05, atol=0.02 * second.detach().abs().max().item())
 
 
 class Translator(nn.Module):

@@ -13,7 +13,7 @@ from sparsevd.errors import ArgumentError
 from sparsevd.layers.layer import SparseLayer
 from sparsevd.layers.linear_map import MatrixProduct
 from sparsevd.layers.product_layer import variance_dtype
-from sparsevd.layers.sampling import NoisyWeight, sample
+from sparsevd.layers.sampling import NoisyWeight, multiplies_bfloat16, sample
 from sparsevd.posterior import NoisyModule, Posterior, noise_name
 
 _PRODUCT = MatrixProduct()
@@ -239,16 +239,31 @@ def attend(
     if mask is not None:
         mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))  # what was added is seen by all
     weights = None
-    if need_weights:
+    if need_weights or _faster_written_out(q, k, mask, is_causal):
         scores = (q * math.sqrt(1 / module.head_dim)) @ k.transpose(-2, -1)
         weights = F.dropout(F.softmax(scores if mask is None else scores + mask, -1), module.dropout)
         found = weights.to(v.dtype) @ v
+        weights = weights if need_weights else None
     else:
         found = F.scaled_dot_product_attention(q, k, v, mask, module.dropout, is_causal)
     # Back to the axes of the query, so that the memory is in their order.
     found = found.permute(2, 0, 1, 3) if batch == 1 else found.transpose(1, 2)
     output = module.out_proj(found.reshape(*query.shape[:-1], module.embed_dim))
     return output, weights if batched or weights is None else weights.squeeze(0)
+
+
+# In bfloat16 on a CPU torch's fused attention takes up to five times as long as its steps one by one
+# (benchmarks/results/attention.json). They keep all scores, so only up to so many.
+_MOST_SCORES = 1 << 26
+
+
+def _faster_written_out(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    if q.device.type != "cpu" or q.dtype is not torch.bfloat16 or not multiplies_bfloat16():
+        return False
+    if is_causal or torch.compiler.is_compiling() or q.shape[:-1].numel() * k.shape[2] > _MOST_SCORES:
+        return False
+    # A place that sees nothing gets zeros from the fused one, but no number from a softmax.
+    return mask is None or not bool((mask == -math.inf).all(-1).any())
 
 
 def _heads(module: Attending, projected: Tensor, batch: int | None) -> Tensor:
