@@ -198,6 +198,8 @@ TASKS = {
                 temperature=2.0,
                 thinned=True,
             ),
+            Sparse(0.2, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=2),
+            Sparse(0.2, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=2),
         ),
         windows=4,
     ),
@@ -213,6 +215,8 @@ TASKS = {
             Sparse(None, 40, keep_dropout=True, share=1 - 1 / 32, noise=False, taught=0.9),
             Sparse(0.1, 60, fresh=True, keep_dropout=True, polish=3),
             Sparse(0.3, 60, fresh=True, keep_dropout=True, polish=3),
+            Sparse(0.3, 24, polish=2),
+            Sparse(0.1, 24, polish=2),
         ),
     ),
 }
