@@ -140,6 +140,11 @@ def load_texts(files: dict[str, bytes]) -> tuple[Pair, Pair, Pair, int]:
     return train, held_out, test, len(corpus.classes)  # type: ignore[return-value]
 
 
+def in_bfloat16(network: nn.Module, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return network(tokens).float()  # type: ignore[no-any-return]
+
+
 class Unit:
     """A setting, the data for it, and the networks that it begins with."""
 
@@ -187,7 +192,7 @@ def seconds_of(history: list[Any]) -> dict[str, Any]:
 def fine_tuned(unit: Unit) -> Result:
     model = copy.deepcopy(unit.pretrained)
     config = unit.config(learning_rate=unit.setting.rate)
-    history = sparsevd.fit_dense(model, unit.train, unit.held_out, config, run_dir=unit.folder, resume=True)
+    history = sparsevd.fit_dense(model, unit.train, None, config, run_dir=unit.folder, resume=True)
     save_file(model.state_dict(), unit.folder / "dense.safetensors")
     return model, seconds_of(history)
 
@@ -205,6 +210,7 @@ def sparse(unit: Unit) -> Result:
         budget=None if setting.share is None else sparsevd.Budget(sparsity=setting.share),
         teacher=dense if setting.taught else None,
         teacher_weight=setting.taught or 0.0,
+        forward=in_bfloat16,
         run_dir=unit.folder,
         resume=True,
     )
@@ -252,7 +258,7 @@ def control(unit: Unit) -> Result:
             if parameter.ndim > 1:
                 parameter.requires_grad_(False)
     config = unit.config(learning_rate=unit.setting.rate)
-    history = sparsevd.fit_dense(model, unit.train, unit.held_out, config, run_dir=unit.folder, resume=True)
+    history = sparsevd.fit_dense(model, unit.train, None, config, run_dir=unit.folder, resume=True)
     return model, seconds_of(history)
 
 
@@ -280,9 +286,9 @@ def measured(unit: Unit, network: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def mistakes(network: nn.Module, data: Pair) -> Tensor:
-    """100 for each text that gets a wrong class, else 0."""
+    """100 for each text that gets a wrong class, else 0. Products are in bfloat16: a third of the time."""
     x, y = data
-    outputs = torch.cat([network.eval()(part) for part in x.split(250)])
+    outputs = torch.cat([in_bfloat16(network.eval(), part) for part in x.split(250)])
     return 100.0 * (outputs.argmax(1) != y).double()
 
 
