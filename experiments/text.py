@@ -173,6 +173,10 @@ TASKS = {
             Sparse(0.05, 240, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=3),
             Sparse(0.1, 60, rate=1e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=3),
             Sparse(0.05, 60, rate=1e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=3),
+            # What a few words explain teaches no others: with more of them left out, more have to be known.
+            Sparse(0.1, 60, rate=1e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.5),
+            Sparse(0.1, 60, rate=1e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.7),
+            Sparse(0.1, 60, rate=2e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.6),
         ),
     ),
     # The same, but each training text is up to four examples: its first 64 words, the next 64, ...
