@@ -177,6 +177,18 @@ TASKS = {
             Sparse(0.1, 60, rate=1e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.5),
             Sparse(0.1, 60, rate=1e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.7),
             Sparse(0.1, 60, rate=2e-2, fresh=True, keep_dropout=True, dropout=0.0, words=0.6),
+            Sparse(
+                0.3,
+                60,
+                rate=1e-2,
+                fresh=True,
+                keep_dropout=True,
+                dropout=0.0,
+                words=0.0,
+                taught=0.9,
+                temperature=2.0,
+                thinned=True,
+            ),
         ),
     ),
     # The same, but each training text is up to four examples: its first 64 words, the next 64, ...
