@@ -3,6 +3,7 @@
     python experiments/text.py trials lstm          # settings, on a sixth of the training texts held out
     python experiments/text.py run lstm --seed 0    # dense, then Sparse VD from it, on all training texts
     python experiments/text.py control encoder      # its matrices zeroed, and the head or all the rest trained again
+    python experiments/text.py vocabulary lstm      # what the dense network errs with fewer of its words
     python experiments/text.py words lstm           # TF-IDF with logistic regression (scikit-learn)
     python experiments/text.py table
 
@@ -39,6 +40,7 @@ HELD_OUT = 6  # one of so many training texts
 SPLIT_SEED = 0
 THRESHOLDS = (3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0)  # that a record has the error and the ratio of
 TRIALS = "trials"  # where their checkpoints lie
+VOCABULARIES = (2_000, 4_000, 6_000, 8_000, 10_000, 14_000)
 HEAD_ONLY = "control, head"  # of the two controls the weaker one
 
 
@@ -470,6 +472,21 @@ def control(name: str, seed: int, records: Records) -> None:
         records.add(task=name, kind="run", method=method, setting=asdict(setting), seed=seed, error=error)
 
 
+def vocabulary(name: str, records: Records) -> None:
+    """What the dense network, as it was trained, errs on held-out texts when it reads only its most frequent words."""
+    train, held_out, classes = load(TASKS[name], HELD_OUT)
+    setting = Dense(**best(records, "dense", task=name))
+    dense, _ = trained_dense(name, setting, train, held_out, 0, classes, TRIALS)
+    frequent = torch.bincount(train[0].flatten(), minlength=dense.embedding.num_embeddings).argsort(descending=True)
+    for count in VOCABULARIES:
+        if records.find(task=name, kind="vocabulary", words=count, setting=asdict(setting)):
+            continue
+        reading = copy.deepcopy(dense)
+        reading.embedding.weight.data[frequent[count:]] = 0
+        error = sparsevd.evaluate(reading, held_out, forward=in_bfloat16).error
+        records.add(task=name, kind="vocabulary", words=count, setting=asdict(setting), seed=0, error=error)
+
+
 def words(name: str, records: Records) -> None:
     """TF-IDF of all words of the texts and of those that the network reads, with logistic regression."""
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -520,7 +537,7 @@ def table(records: Records) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["trials", "run", "control", "words", "table"])
+    parser.add_argument("action", choices=["trials", "run", "control", "vocabulary", "words", "table"])
     parser.add_argument("task", choices=TASKS, nargs="?", default="lstm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--method", choices=["dense", "sparse", "both"], default="both", help="of the trials")
@@ -531,8 +548,8 @@ def main() -> None:
         print(table(records))
     elif arguments.action == "trials":
         trials(arguments.task, arguments.method, arguments.settings, records)
-    elif arguments.action == "words":
-        words(arguments.task, records)
+    elif arguments.action in ("vocabulary", "words"):
+        {"vocabulary": vocabulary, "words": words}[arguments.action](arguments.task, records)
     else:
         {"run": run, "control": control}[arguments.action](arguments.task, arguments.seed, records)
 
