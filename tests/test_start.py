@@ -66,6 +66,19 @@ def test_a_trained_network_is_known_by_small_batches_too(trained, batch):
     assert start.begin(Task(model, (X, Y), None, config, F.cross_entropy, call, None, None), config).knows
 
 
+def test_of_large_outputs_the_first_batch_tells(trained, monkeypatch):
+    monkeypatch.setattr(start, "MOST_REMEMBERED", 1)
+    seen = []
+
+    def forward(model, x):
+        seen.append(len(x))
+        return model(x)
+
+    task = Task(sparsevd.sparsify(trained), (X, Y), None, CONFIG, F.cross_entropy, forward, None, None)
+    assert start._knows(task, start._first(task, CONFIG, start.BATCHES))
+    assert len(seen) == start.BATCHES  # each is computed once
+
+
 def test_a_rate_that_was_given_is_not_touched(trained):
     config = dataclasses.replace(CONFIG, learning_rate=0.5)
     model, found = begun(trained, config)

@@ -42,6 +42,9 @@ HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 BATCHES = 5  # to measure on
 KNOWS = 0.1  # nats that the right targets must be better than shuffled ones ...
 SHUFFLES, DEVIATIONS = 32, 3  # ... and so many standard deviations of so many shuffles
+MOST_REMEMBERED = (
+    1 << 24
+)  # numbers of the outputs that this is asked of, beyond the first batch: logits of a vocabulary
 TRIAL = 0.01  # of the steps of the run, for each rate ...
 TRIAL_STEPS = (5, 60)  # ... but so many
 SMALLEST_RATE = LEARNING_RATE / 64
@@ -89,7 +92,7 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     try:
         with cut_at(task.model, math.inf):  # the first noise may be beyond every threshold where weights are small
             before = evaluate_batches(task.model, measured, task.loss, task.forward)
-            knows = _knows(task, measured, before)
+            knows = _knows(task, measured)
     except Exception:  # the first step will say it in a sentence
         return Start(replace(config, learning_rate=config.learning_rate or LEARNING_RATE), knows=True)
     said = ""
@@ -255,27 +258,38 @@ def check_reference(budget: Budget, chosen: Start, val: Data | None) -> None:
         )
 
 
-def _knows(task: Task, data: list[Batch], found: Evaluation) -> bool:
+def _knows(task: Task, data: list[Batch]) -> bool:
     """Whether the outputs fit their own targets better than those of other examples, and by more than chance.
 
     By chance random weights fit some targets better than others: where the loss is large, by many nats (divided by a
     β of 0.1, of 52 classes, by 0.1 and more).
     """
     outputs: list[Any] = []
+    full = False
 
     def remember(model: Any, x: Any) -> Any:
-        outputs.append(task.forward(model, x))
-        return outputs[-1]
+        nonlocal full
+        output = task.forward(model, x)
+        full = full or (bool(outputs) and sum(map(_numbers, [*outputs, output])) > MOST_REMEMBERED)
+        if not full:
+            outputs.append(output)
+        return output
 
     evaluate_batches(task.model, data, task.loss, remember)
+    data = data[: len(outputs)]
     generator = torch.Generator().manual_seed(0)
-    others = []
-    for _ in range(SHUFFLES):
-        shuffled = [(x, _exchanged(y, generator)) for x, y in data]
+
+    def loss(batches: list[Batch]) -> float:
         remembered = iter(outputs)
-        others.append(evaluate_batches(task.model, shuffled, task.loss, lambda *_: next(remembered)).loss)  # noqa: B023
-    gain = statistics.mean(others) - found.loss
+        return evaluate_batches(task.model, batches, task.loss, lambda *_: next(remembered)).loss
+
+    others = [loss([(x, _exchanged(y, generator)) for x, y in data]) for _ in range(SHUFFLES)]
+    gain = statistics.mean(others) - loss(data)
     return gain > KNOWS and gain > DEVIATIONS * statistics.stdev(others)
+
+
+def _numbers(output: Any) -> int:
+    return output.numel() if isinstance(output, Tensor) else 0
 
 
 def _exchanged(y: Tensor, generator: torch.Generator) -> Tensor:
