@@ -42,9 +42,8 @@ HELD_OUT, LARGEST_HELD_OUT = 0.2, 10_000
 BATCHES = 5  # to measure on
 KNOWS = 0.1  # nats that the right targets must be better than shuffled ones ...
 SHUFFLES, DEVIATIONS = 32, 3  # ... and so many standard deviations of so many shuffles
-MOST_REMEMBERED = (
-    1 << 24
-)  # numbers of the outputs that this is asked of, beyond the first batch: logits of a vocabulary
+# Numbers in the outputs that this is asked of, beyond those of the first batch: logits of a vocabulary are many.
+MOST_REMEMBERED = 1 << 24
 TRIAL = 0.01  # of the steps of the run, for each rate ...
 TRIAL_STEPS = (5, 60)  # ... but so many
 SMALLEST_RATE = LEARNING_RATE / 64
