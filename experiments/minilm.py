@@ -153,7 +153,7 @@ class Unit:
         files = datasets.files_of("MiniLM-L6", FILES)
         self.train, self.held_out, self.test, classes = load_texts(files)
         self.pretrained = pretrained(files, classes)
-        self._dense = RUNS / f"seed{seed}" / dense.name() / "dense.safetensors"
+        self._dense = dense_file(dense, seed)
         self.folder = RUNS / f"seed{seed}" / setting.name()
 
     def mistakes_of_dense(self) -> dict[str, Tensor]:
@@ -180,6 +180,10 @@ class Unit:
 
     def steps(self) -> int:
         return self.setting.epochs * math.ceil(len(self.train[1]) / BATCH)
+
+
+def dense_file(dense: Setting, seed: int) -> Path:
+    return RUNS / f"seed{seed}" / dense.name() / "dense.safetensors"
 
 
 Result = tuple[nn.Module, dict[str, Any]]  # a plain network, and what else a record says
@@ -293,9 +297,9 @@ def mistakes(network: nn.Module, data: Pair) -> Tensor:
 
 
 def done(setting: Setting, dense: Setting, seed: int, records: Records) -> None:
-    """One unit, unless it has a record."""
+    """One unit, unless it has a record; the fine-tuned network again where it is gone, as all others begin with it."""
     asked = {**asdict(setting), "dense_epochs": dense.epochs, "dense_rate": dense.rate, "seed": seed}
-    if records.find(**asked):
+    if records.find(**asked) and (setting != dense or dense_file(dense, seed).exists()):
         return
     unit = Unit(setting, dense, seed)
     methods = {"dense": fine_tuned, "sparse": sparse, "gradual": gradual, "control": control}
