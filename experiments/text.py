@@ -215,6 +215,9 @@ TASKS = {
             replace(TAUGHT_IN_PART, epochs=40, rate=None),
             Sparse(0.2, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.3, polish=2),
             Sparse(0.2, 45, fresh=True, keep_dropout=True, dropout=0.0, words=0.5, polish=2),
+            # As for whole texts; the teacher also says of a window how little it tells of the class.
+            replace(TAUGHT_IN_PART, epochs=45),
+            replace(TAUGHT_IN_PART, epochs=45, polish=3, polish_own=True, polish_taught=0.9),
         ),
         windows=4,
     ),
@@ -405,14 +408,17 @@ def polished(pruned: nn.Module, setting: Sparse, task: Task, dense: nn.Module, t
     """The pruned network in the shape of a dense one, so that its dropout acts, fine-tuned."""
     network = fresh(setting, task, dense, seed) if setting.polish_own else copy.deepcopy(dense)
     network.load_state_dict(pruned.state_dict())
+    config = sparsevd.FitConfig(learning_rate=setting.polish_rate, seed=seed)
     sparsevd.polish(
         network,
-        train,
+        DataLoader(Thinned(train, config.batch_size), batch_size=None) if setting.thinned else train,
         epochs=setting.polish,
-        config=sparsevd.FitConfig(learning_rate=setting.polish_rate, seed=seed),
+        config=config,
         forward=in_bfloat16,
         teacher=copy.deepcopy(dense) if setting.polish_taught else None,
         teacher_weight=setting.polish_taught,
+        temperature=setting.temperature,
+        n_train=len(train[1]),
     )
     return network.eval()
 
