@@ -164,6 +164,13 @@ class Unit:
             save_file({part: mistakes(model, data) for part, data in self.measured_on().items()}, kept)
         return load_file(kept)
 
+    def taught_by(self) -> Tensor:
+        """What the network that was fine-tuned says of the training texts, kept beside it: no epoch asks it again."""
+        kept = self._dense.with_name("logits.safetensors")
+        if not kept.exists():
+            save_file({"logits": outputs(self.dense(), self.train[0])}, kept)
+        return load_file(kept)["logits"]
+
     def measured_on(self) -> dict[str, Pair]:
         return {"held_out": self.held_out, "test": self.test}
 
@@ -203,8 +210,8 @@ def fine_tuned(unit: Unit) -> Result:
 
 def sparse(unit: Unit) -> Result:
     """Sparse VD over the encoder's matrices."""
-    setting, dense = unit.setting, unit.dense()
-    model = sparsevd.sparsify(dense, include=ENCODER, initial_log_sigma2="relative")
+    setting = unit.setting
+    model = sparsevd.sparsify(unit.dense(), include=ENCODER, initial_log_sigma2="relative")
     history = sparsevd.fit(
         model,
         unit.train,
@@ -212,7 +219,7 @@ def sparse(unit: Unit) -> Result:
         unit.config(noise=setting.noise, **noise_rates(unit)),
         loss=lambda output, target: F.cross_entropy(output, target) / (setting.beta or 1.0),
         budget=None if setting.share is None else sparsevd.Budget(sparsity=setting.share),
-        teacher=dense if setting.taught else None,
+        teacher=unit.taught_by() if setting.taught else None,
         teacher_weight=setting.taught or 0.0,
         forward=in_bfloat16,
         run_dir=unit.folder,
@@ -244,7 +251,7 @@ def gradual(unit: Unit) -> Result:
         batch_size=BATCH,
         seed=unit.seed,
         autocast=True,
-        teacher=Teacher(dense, weight=setting.taught) if setting.taught else None,
+        teacher=Teacher(unit.taught_by(), weight=setting.taught) if setting.taught else None,
         run_dir=unit.folder,
     )
     continued, begun = any(unit.folder.glob("*")), time.monotonic()
@@ -288,12 +295,15 @@ def measured(unit: Unit, network: nn.Module) -> dict[str, Any]:
     return found
 
 
-@torch.no_grad()
 def mistakes(network: nn.Module, data: Pair) -> Tensor:
     """100 for each text that gets a wrong class, else 0. Products are in bfloat16: a third of the time."""
     x, y = data
-    outputs = torch.cat([in_bfloat16(network.eval(), part) for part in x.split(250)])
-    return 100.0 * (outputs.argmax(1) != y).double()
+    return 100.0 * (outputs(network, x).argmax(1) != y).double()
+
+
+@torch.no_grad()
+def outputs(network: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([in_bfloat16(network.eval(), part) for part in x.split(250)])
 
 
 def done(setting: Setting, dense: Setting, seed: int, records: Records) -> None:

@@ -506,9 +506,13 @@ def test_a_teacher_and_bfloat16_are_for_every_method(name):
         found = baselines.train(METHODS[name](**settings), network(), problem(), **given).network
         return found(problem()[0])
 
-    with pytest.raises(ArgumentError, match="needs the teacher's network"):
+    with pytest.raises(ArgumentError, match="4 rows of logits"):
         outputs(teacher=Teacher(torch.zeros(4, 2)))
     plain = outputs()
     assert torch.equal(plain, outputs())
-    assert not torch.equal(plain, outputs(teacher=teacher))
+    taught = outputs(teacher=teacher)
+    assert not torch.equal(plain, taught)
+    with torch.no_grad():
+        logits = teacher.source.eval()(problem()[0])
+    torch.testing.assert_close(outputs(teacher=Teacher(logits, weight=0.9)), taught, rtol=1e-2, atol=1e-3)
     assert not torch.equal(plain, outputs(autocast=True))

@@ -94,12 +94,10 @@ class Training:
         for name, value in (("epochs", epochs), ("batch_size", batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
-        if teacher is not None and isinstance(teacher.source, Tensor):
-            raise ArgumentError(
-                "a comparison needs the teacher's network: its logits have an order that batches have not"
-            )
         self.data = checked(data, "train")
         self.n = number_of_examples(self.data, n_train)
+        if teacher is not None:
+            self.data = teacher.beside(self.data)
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
         self.autocast, self.teacher = autocast, teacher
         self._forward = in_bfloat16(call, "cpu") if autocast else call
@@ -153,7 +151,8 @@ class Training:
             for epoch in range(passed, epochs):
                 seed_epoch(self.seed, self.spent)
                 seen, total = 0, 0.0
-                for x, y in batches(self.data, self.batch_size, shuffle=True):
+                for batch in batches(self.data, self.batch_size, shuffle=True):
+                    x, y = batch
                     done = min(1.0, (epoch + seen / self.n) / epochs)
                     for group, rate in zip(optimizer.param_groups, base, strict=True):
                         group["lr"] = rate * DECAYS["cosine"](done) if decay else rate
@@ -161,7 +160,7 @@ class Training:
                         x = x.to(memory_format=torch.channels_last)
                     output = self._forward(network, x)
                     nll = self.loss(output, y)
-                    data = self.teacher.mixed(nll, output, (x, y), self._forward) if self.teacher else nll
+                    data = self.teacher.mixed(nll, output, batch, self._forward) if self.teacher else nll
                     objective = data + penalty(done) if penalty else data
                     optimizer.zero_grad()
                     objective.backward()  # type: ignore[no-untyped-call]
