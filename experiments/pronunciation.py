@@ -69,7 +69,8 @@ class Sparse:
     beta: float
     epochs: int
     warm_up_end: float = 0.4
-    taught: float = 0.0  # the weight of the dense network as a teacher
+    taught: float = 0.0  # the weight of the dense network as a teacher ...
+    temperature: float = 3.0  # ... and its temperature
     share: float | None = None  # of weights to remove: then `fit` chooses β
     noise: bool | None = None  # False: weights go by their size, as gradual magnitude pruning has it
     fresh: bool = False  # from random weights instead of the dense network's
@@ -79,17 +80,15 @@ class Sparse:
     polish_taught: float = 0.0  # ... with this weight of the dense network as a teacher
 
     def __post_init__(self) -> None:
-        if (self.taught or self.share) and self.beta != 1:
-            raise ValueError(
-                "β divides the likelihood: with a share, or a teacher whose term keeps its size, leave it at 1"
-            )
+        if self.share and self.beta != 1:
+            raise ValueError("with a share `fit` chooses β: leave it at 1")
 
     def name(self) -> str:
         """Of what is trained with noise; where it is cut and polished is not in it."""
         name = f"sparse-share{self.share:g}" if self.share else f"sparse-beta{self.beta:g}"
         name += "-fresh" if self.fresh else ""
         name += {None: "", False: "-without-noise", True: "-with-noise"}[self.noise]
-        taught = f"-taught{self.taught:g}" if self.taught else ""
+        taught = f"-taught{self.taught:g}-temperature{self.temperature:g}" if self.taught else ""
         return f"{name}-epochs{self.epochs}-warm-up{self.warm_up_end:g}{taught}"
 
 
@@ -114,6 +113,8 @@ SPARSE = (
     Sparse(1.0, 32, taught=0.5, share=1 - 1 / 8.2, noise=True),
     Sparse(1.0, 32, fresh=True),
     Sparse(2.0, 32, fresh=True),
+    Sparse(3.0, 32, fresh=True, taught=0.9, temperature=2.0),
+    Sparse(3.0, 32, taught=0.9, temperature=2.0),
 )
 
 
@@ -281,11 +282,11 @@ def trained_sparse(
         sparsevd.FitConfig(
             epochs=setting.epochs, warm_up_end=setting.warm_up_end, noise=setting.noise, autocast=True, seed=seed
         ),
-        loss=lambda output, target: F.cross_entropy(output, target) / setting.beta,
-        n_train=n,
+        n_train=round(n / setting.beta),  # the KL weighs β/N, beside a teacher's term too
         budget=sparsevd.Budget(sparsity=setting.share) if setting.share else None,
         teacher=copy.deepcopy(dense) if setting.taught else None,
         teacher_weight=setting.taught,
+        temperature=setting.temperature,
         run_dir=RUNS / place / setting.name(),
         resume=True,
     )
