@@ -130,6 +130,16 @@ def test_a_network_that_bears_little_gets_a_smaller_rate(trained, fragile):
     assert f"learning_rate={small.config.learning_rate:g}, the largest" in small.text
 
 
+def test_trials_that_take_long_are_said(fragile, monkeypatch):
+    task, lines = Task(sparsevd.sparsify(fragile), (X, Y), None, CONFIG, F.cross_entropy, call, None, None), []
+    monkeypatch.setattr(start, "LONG", math.inf)
+    rate = start.begin(task, CONFIG, say=lines.append).config.learning_rate
+    assert not lines
+    monkeypatch.setattr(start, "LONG", 0.0)
+    start.begin(task, CONFIG, say=lines.append)
+    assert lines[-1].startswith(f"learning_rate={2 * rate:g} harms")
+
+
 def test_fit_does_not_destroy_what_bears_little(fragile):
     before = sparsevd.evaluate(fragile, (X, Y)).error
     model = sparsevd.sparsify(fragile)

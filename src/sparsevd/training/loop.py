@@ -241,7 +241,7 @@ class Loop:
                 raise self.folder.damaged(f"its settings are none: {error}") from error
         else:
             with self.team.together():
-                chosen = start.begin(self.task, self.config, self._budget)
+                chosen = start.begin(self.task, self.config, self._budget, self._say)
                 self.config = chosen.config
                 if self._budget is not None and not resume:
                     start.check_reference(self._budget, chosen, self.task.val)

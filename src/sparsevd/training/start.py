@@ -12,7 +12,9 @@ import copy
 import itertools
 import math
 import statistics
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +49,7 @@ MOST_REMEMBERED = 1 << 24
 TRIAL = 0.01  # of the steps of the run, for each rate ...
 TRIAL_STEPS = (5, 60)  # ... but so many
 SMALLEST_RATE = LEARNING_RATE / 64
+LONG = 5.0  # seconds of a trial: someone waits for the first epoch
 # A network with many superfluous weights survives for a moment without so many of its smallest ones.
 SUPERFLUOUS = 0.6
 # Cuts by size do more harm than the rate, and heal faster at a higher rate than the harmless one. Where there is no
@@ -77,9 +80,11 @@ class Start:
     text: str = ""
 
 
-def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
+def begin(
+    task: Task, config: FitConfig, budget: Budget | None = None, say: Callable[[str], None] = lambda line: None
+) -> Start:
     """The recipe for this network, and its first noise, where `learning_rate` was left open; with a budget also whether
-    to have noise at all, where `noise` was."""
+    to have noise at all, where `noise` was. What takes long is said before the next step of it."""
     found = posteriors(task.model)
     noise_is_open = budget is not None and budget.max_bytes is None and config.noise is None
     asked = noise_is_open or (budget is not None and budget.measures and budget.reference is None)
@@ -115,7 +120,12 @@ def begin(task: Task, config: FitConfig, budget: Budget | None = None) -> Start:
     if config.noise is False and before.error is not None:
         harm = _harm_to_held_out_data(task) or harm
     rate = LEARNING_RATE
-    while rate > SMALLEST_RATE and not _survives(task, config, rate, steps, training, harm):
+    while rate > SMALLEST_RATE:
+        begun = time.monotonic()
+        if _survives(task, config, rate, steps, training, harm):
+            break
+        if (seconds := time.monotonic() - begun) > LONG:
+            say(f"learning_rate={rate:g} harms a copy of the network; trying half of it (about {seconds:.0f} s)")
         rate /= 2
     harmless = rate
     if config.noise is False and harm.bearable is None:
