@@ -235,6 +235,9 @@ TASKS = {
             Sparse(0.3, 60, fresh=True, keep_dropout=True, polish=3),
             Sparse(0.3, 24, polish=2),
             Sparse(0.1, 24, polish=2),
+            # As the LSTM: taught in parts, from random weights and from the dense network's.
+            replace(TAUGHT_IN_PART, beta=0.1, epochs=60, rate=2e-3),
+            Sparse(0.1, 40, taught=0.9, temperature=2.0, thinned=True),
         ),
     ),
 }
