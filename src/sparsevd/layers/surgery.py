@@ -4,8 +4,10 @@ Which modules are swapped, and which count as swapped, the caller says.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # Parents that in eval mode hand the weights of their children to a fused operator, and so never call the children.
 # With the attribute set to this value they call them.
@@ -14,6 +16,7 @@ FAST_PATHS: dict[type[nn.Module], tuple[str, object]] = {
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
 _BEFORE = "fast_path_before_surgery"
+_HOOK = "zeros_of_the_fast_path"  # on the last layer of an encoder that is kept off its path
 
 
 def swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
@@ -37,6 +40,9 @@ def leave_fast_paths(model: nn.Module, counts: Callable[[nn.Module], bool]) -> d
             if isinstance(module, kind) and getattr(module, attribute) != off and any(map(counts, module.modules())):
                 module.__dict__[_BEFORE] = getattr(module, attribute)
                 setattr(module, attribute, off)
+                if isinstance(module, nn.TransformerEncoder):
+                    last = module.layers[-1]
+                    last.__dict__[_HOOK] = last.register_forward_hook(_padding_is_zero, with_kwargs=True)
                 left[name] = module
     return left
 
@@ -47,3 +53,24 @@ def restore_fast_paths(modules: Iterable[nn.Module]) -> None:
         for kind, (attribute, _) in FAST_PATHS.items():
             if isinstance(module, kind) and _BEFORE in module.__dict__:
                 setattr(module, attribute, module.__dict__.pop(_BEFORE))
+                if isinstance(module, nn.TransformerEncoder):
+                    module.layers[-1].__dict__.pop(_HOOK).remove()
+
+
+def _padding_is_zero(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    """What an encoder on its fused path has at padded places, where it would be on it.
+
+    There it leaves padding out (as a nested tensor) and puts zeros in its place. A network that reads those places, as
+    a mean over all of them does, is another one with these zeros: what is measured must be what `prune` gives back.
+    """
+    padding = kwargs.get("src_key_padding_mask")
+    if layer.training or padding is None or kwargs.get("src_mask") is not None or output.dim() != 3:
+        return None
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in layer.parameters()):
+        return None
+    if torch.is_autocast_enabled() or not torch.backends.mha.get_fastpath_enabled() or torch.compiler.is_compiling():
+        return None
+    padded = padding != 0  # by now the encoder has made numbers of it: 0, or −∞ where a place is padded
+    if (padded[:, :-1] & ~padded[:, 1:]).any():  # not only at the ends of the sequences
+        return None
+    return output.masked_fill(padded.unsqueeze(-1), 0.0)
