@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import sparsevd
 from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
 from sparsevd.training.gaussian import RSquared
+from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback
 
 torch.manual_seed(0)
@@ -350,16 +351,59 @@ def test_wrong_losses_are_refused():
         said_of(F.cross_entropy, Y, 1)
 
 
+class Next(nn.Module):
+    """The next word, for each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.out(self.table(x)).transpose(1, 2)
+
+
+def words_and_labels():
+    words = torch.randint(0, 5, (40, 6), generator=torch.Generator().manual_seed(0))
+    return words, words.masked_fill(torch.arange(6) > 3, -100)  # 160 targets in 40 examples
+
+
+def test_a_mean_over_tokens_is_weighed_by_their_number(monkeypatch):
+    """The KL is divided by what the loss is a mean over; by the number of examples it would be four times as heavy."""
+    weights = []
+    step = BoundAdam.step
+    monkeypatch.setattr(BoundAdam, "step", lambda self: weights.append(self.kl_weight) or step(self))
+    config = sparsevd.FitConfig(epochs=2, batch_size=40, learning_rate=1e-3, warm_up_end=0.0)
+    last = sparsevd.fit(sparsevd.sparsify(Next()), words_and_labels(), None, config, progress=False)[-1]
+    assert weights == [1 / 160, 1 / 160]
+    assert (-last.elbo - last.kl) / last.train_loss == pytest.approx(160)
+
+
+def test_data_that_comes_in_batches_must_say_how_many_tokens_it_has():
+    words, labels = words_and_labels()
+    loader = DataLoader(TensorDataset(words, labels), batch_size=10)
+    few = sparsevd.FitConfig(epochs=1, learning_rate=1e-3)
+
+    def fitted(data, n_train=None):
+        model = sparsevd.sparsify(Next())
+        return sparsevd.fit(model, data, None, few, n_train=n_train, progress=False)[-1]
+
+    with pytest.raises(ArgumentError, match=r"example of the first batch has 4, .* \(about 160\)"):
+        fitted(loader)
+    with pytest.raises(ArgumentError, match="about 160"):
+        fitted(loader, 40)
+    assert fitted(loader, 160).elbo < 0
+    assert fitted((words, labels), 160).elbo < 0
+    with pytest.raises(ArgumentError, match="n_train=40 but the loss is a mean over the 160 targets of 40 examples"):
+        fitted((words, labels), 40)
+    with pytest.raises(ArgumentError, match="all targets of train are such as the loss ignores"):
+        fitted((words, torch.full_like(labels, -100)))
+    one_each = DataLoader(TensorDataset(X, LABELS[:, 0]), batch_size=10)
+    with pytest.raises(ArgumentError, match=f"n_train=5000 but train has {len(X)} examples"):
+        sparsevd.fit(network(2), one_each, None, few, n_train=5000, progress=False)
+
+
 def test_texts_have_a_perplexity(capsys):
     words = torch.randint(0, 5, (40, 6))
-
-    class Next(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.out = nn.Embedding(5, 8), nn.Linear(8, 5)
-
-        def forward(self, x):
-            return self.out(self.table(x)).transpose(1, 2)
 
     torch.manual_seed(0)
     model = sparsevd.sparsify(Next())

@@ -17,10 +17,11 @@ from sparsevd.conversion import preview
 from sparsevd.errors import ArgumentError, DivergenceError
 from sparsevd.layers.linear import SparseOutputProjection
 from sparsevd.layers.registry import sparse_type
-from sparsevd.training.data import Data, batches, checked, number_of_examples
+from sparsevd.training.data import Data, batches, checked, examples_per_epoch, number_of_examples
 from sparsevd.training.evaluation import Loss
 from sparsevd.training.generator import seed_epoch
 from sparsevd.training.inputs import call, in_bfloat16
+from sparsevd.training.likelihood import counted_in, is_cross_entropy
 from sparsevd.training.progress import Moment, display
 from sparsevd.training.recipes import DECAYS
 from sparsevd.training.teacher import Teacher
@@ -95,7 +96,11 @@ class Training:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name}={value!r} must be a positive integer")
         self.data = checked(data, "train")
-        self.n = number_of_examples(self.data, n_train)
+        if isinstance(self.data, tuple) and n_train is None:
+            self.n = counted_in(loss, self.data[1])  # what the loss is a mean over
+        else:
+            self.n = number_of_examples(self.data, n_train, or_more=is_cross_entropy(loss))
+        self.examples = examples_per_epoch(self.data, self.n)
         if teacher is not None:
             self.data = teacher.beside(self.data)
         self.epochs, self.batch_size, self.seed, self.loss, self.progress = epochs, batch_size, seed, loss, progress
@@ -153,7 +158,7 @@ class Training:
                 seen, total = 0, 0.0
                 for batch in batches(self.data, self.batch_size, shuffle=True):
                     x, y = batch
-                    done = min(1.0, (epoch + seen / self.n) / epochs)
+                    done = min(1.0, (epoch + seen / self.examples) / epochs)
                     for group, rate in zip(optimizer.param_groups, base, strict=True):
                         group["lr"] = rate * DECAYS["cosine"](done) if decay else rate
                     if x.ndim == 4:  # as `fit` has it: convolutions are faster
@@ -170,7 +175,7 @@ class Training:
                     seen += len(y)
                     total += nll.item() * len(y)
                     text = f"epoch {self.spent + 1}/{self.epochs}  loss {total / seen:.3f}"
-                    over = (self.spent + min(1.0, seen / self.n)) / self.epochs
+                    over = (self.spent + min(1.0, seen / self.examples)) / self.epochs
                     moment = Moment(over, self.spent + 1, seen // self.batch_size, text)
                     shown.on_step(moment)
                 if not seen:

@@ -71,7 +71,8 @@ def attach(
         optimizer: any of torch's, with the groups of `sparsevd.parameter_groups`; or a list, if several train the
             network.
         model: the result of `sparsevd.sparsify`; wrapped by others or not.
-        n_train: N, the number of examples in the whole training set, not of this process or batch.
+        n_train: N, the number of examples in the whole training set, not of this process or batch. Where the loss is a
+            mean over tokens or pixels, the number of these.
         total_steps: how many steps of the optimizer the run has; or give the next two.
         epochs: passes over the data.
         steps_per_epoch: steps of the optimizer in one of them; weights are dropped after an epoch. Unless it is given,

@@ -131,14 +131,17 @@ def known_sizes(data: Data) -> set[int]:
     return found
 
 
-def number_of_examples(train: Data, n_train: int | None) -> int:
-    """N of the bound: as the data says it, or where it cannot, as given."""
+def number_of_examples(train: Data, n_train: int | None, *, or_more: bool = False) -> int:
+    """N of the bound: as the data says it, or where it cannot, as given. `or_more`: as many targets as were given may
+    belong to the examples, of which only a batch will tell."""
     if n_train is None:
         return size(train, "train")
     if isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1:
         raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
     known = known_sizes(train)
-    if known and n_train not in known:  # with another N the KL would have another weight, without a word
+    if (
+        known and n_train not in known and not (or_more and n_train > max(known))
+    ):  # with another N the KL would have another weight, without a word
         raise ArgumentError(
             f"n_train={n_train} but train has {' or '.join(map(str, sorted(known)))} examples; leave n_train out, or "
             "give the data as an IterableDataset if it repeats or leaves out examples"

@@ -17,7 +17,7 @@ from sparsevd.posterior import noisy_modules, switch_noise
 from sparsevd.training.data import Batch, Data, batches, checked, size
 from sparsevd.training.gaussian import Gaussian, RSquared
 from sparsevd.training.inputs import Forward, call, changed
-from sparsevd.training.likelihood import Likelihood, is_cross_entropy
+from sparsevd.training.likelihood import Likelihood, counted_in, is_cross_entropy
 from sparsevd.training.objective import kl
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -94,7 +94,8 @@ def elbo(
     """
     if n_train is not None and (isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1):
         raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
-    n = size(checked(train, "train"), "train") if n_train is None else n_train
+    train = checked(train, "train")
+    n = n_train or (counted_in(loss, train[1]) if isinstance(train, tuple) else size(train, "train"))
     return bound_on(model, _passed(train), loss, n, forward)
 
 

@@ -102,6 +102,20 @@ def is_cross_entropy(loss: object) -> bool:
     return _is(loss, F.cross_entropy, nn.CrossEntropyLoss)
 
 
+def counted_in(loss: object, target: Tensor) -> int:
+    """Over how many predictions this loss is the mean: examples, or of a cross-entropy all targets that it does not
+    ignore, whether an example has one or one for each of its tokens or pixels."""
+    if not is_cross_entropy(loss) or target.is_floating_point():
+        return len(target)
+    return int((target != ignored_by(loss)).sum())
+
+
+def ignored_by(loss: object) -> int:
+    """The target that a cross-entropy leaves out."""
+    ignored: int = getattr(loss, "ignore_index", getattr(loss, "keywords", {}).get("ignore_index", -100))
+    return ignored
+
+
 def check_loss(loss: object, *, weighed: bool, stacklevel: int = 2) -> None:
     """Refuse what is no mean over the examples. `weighed`: against a KL, so that its scale matters."""
     if isinstance(loss, type):

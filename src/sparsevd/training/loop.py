@@ -90,7 +90,9 @@ def fit(
             its logits, one row per example of a pair (x, y). The loss that is shown stays that of the labels.
         temperature: what both networks' logits are divided by in the teacher's term.
         teacher_weight: the weight of that term; the labels have the rest.
-        n_train: N, where the data cannot say it (an iterable of unknown length).
+        n_train: N, where the data cannot say it (an iterable of unknown length): what the mean of the loss is over, in
+            the whole training set. Of texts and images with a class for each token or pixel these are the targets; in a
+            pair (x, y) they are counted.
         run_dir: a folder for checkpoint.safetensors and metrics.jsonl, written after each epoch. It is locked for the
             time of the training (not on Windows): a second one in it is refused.
         resume: go on from the checkpoint in run_dir, if there is one, to the very result of an unbroken run (on the

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from sparsevd.errors import ArgumentError
 from sparsevd.posterior import is_noisy
-from sparsevd.training.data import Batch, Data, Taught, checked, examples_per_epoch, number_of_examples
+from sparsevd.training.data import Batch, Data, Taught, checked, examples_per_epoch, known_sizes, number_of_examples
 from sparsevd.training.evaluation import Loss, Metric, device_of
 from sparsevd.training.inputs import Forward, changed
-from sparsevd.training.likelihood import Likelihood, check_loss, check_targets
+from sparsevd.training.likelihood import Likelihood, check_loss, check_targets, counted_in, is_cross_entropy
 from sparsevd.training.output_units import OutputUnits
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.teacher import Teacher
@@ -42,7 +42,7 @@ class Task:
         check_loss(self.loss, weighed=is_noisy(self.model), stacklevel=4)
         if self.teacher is not None and isinstance(self.loss, Likelihood):
             raise ArgumentError(f"a teacher is for cross-entropy, and the loss is {self.loss}; leave one of them out")
-        self.n = number_of_examples(self.train, self.n_train)
+        self.n = self._counted()
         self.per_epoch = examples_per_epoch(self.train, self.n)
         self.device = device_of(self.model)
         if self.teacher is not None:
@@ -53,6 +53,36 @@ class Task:
         self.memory_format = torch.channels_last if last else torch.contiguous_format
         # In a model in training mode, what is in eval mode was put there by its owner: frozen batch norms, say.
         self.in_eval_mode = [module for module in self.model.modules() if self.model.training and not module.training]
+
+    def _counted(self) -> int:
+        """N: what the mean of the loss is over, in the whole training set."""
+        if not isinstance(self.train, tuple):
+            return number_of_examples(self.train, self.n_train, or_more=is_cross_entropy(self.loss))
+        examples, n = len(self.train[1]), counted_in(self.loss, self.train[1])
+        if n == examples:
+            return number_of_examples(self.train, self.n_train)
+        if self.n_train not in (None, n):
+            raise ArgumentError(
+                f"n_train={self.n_train!r} but the loss is a mean over the {n:,} targets of {examples:,} examples, "
+                "which weigh the KL; leave n_train out"
+            )
+        if not n:
+            raise ArgumentError("all targets of train are such as the loss ignores; give some to learn from")
+        return n
+
+    def _check_counted(self, target: Tensor) -> None:
+        """Of a first batch: whether data that comes in batches was counted as the loss counts it."""
+        if isinstance(self.train, tuple) or not is_cross_entropy(self.loss) or not is_noisy(self.model):
+            return
+        if target.ndim < 2 or target.is_floating_point():
+            number_of_examples(self.train, self.n_train)
+        elif self.n_train is None or self.n_train in known_sizes(self.train):
+            of_one = counted_in(self.loss, target) / len(target)
+            raise ArgumentError(
+                f"the loss is a mean over the targets, of which an example of the first batch has {of_one:,.4g}, so N, "
+                "which weighs the KL, counts these: give n_train=…, all targets of the training set (about "
+                f"{of_one * self.per_epoch:,.0f})"
+            )
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """How many steps one pass takes; a DataLoader has batches of its own, whatever the recipe says."""
@@ -74,6 +104,7 @@ class Task:
         `processes`: so many batches like this one are a step.
         """
         check_targets(self.loss, batch[1], weighed=is_noisy(self.model), stacklevel=6)
+        self._check_counted(batch[1])
         if not isinstance(self.loss, Likelihood):
             return None
         if begun:
