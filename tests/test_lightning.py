@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 import by_hand
 import sparsevd
-from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError
+from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError, SparseVDWarning
 from sparsevd.integrations.attaching import examples_in
 
 with warnings.catch_warnings():
@@ -264,6 +264,22 @@ def test_what_the_trainer_does_not_know_must_be_given():
     limited = SparseVD(n_train=40)
     run(Net(), limited, data=stream, max_steps=6)
     assert limited.schedule.total_steps == limited.schedule.steps == 6
+
+
+class PerToken(Net):
+    """With a target for each of two tokens."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.net(x).unsqueeze(2).expand(-1, -1, 2), y)
+
+
+def test_targets_that_do_not_look_like_one_for_each_example_are_asked_about():
+    x, y = loader().dataset.tensors
+    several = DataLoader(TensorDataset(x, torch.stack([y, y], 1)), batch_size=10)
+    with pytest.warns(SparseVDWarning, match="first batch has 2 targets: .* give SparseVD"):
+        run(PerToken(), data=several)
+    run(PerToken(), SparseVD(n_train=2 * len(y)), data=several)
 
 
 def test_n_counts_the_whole_data_set():

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 import by_hand
 import sparsevd
-from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError
+from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError, SparseVDWarning
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -286,6 +286,33 @@ def test_tokens_must_be_counted_where_the_loss_is_a_mean_over_them(tmp_path):
     callback = SparseVD(n_train=240)
     trainer(tmp_path, model, callback, dataset=words()).train()
     assert callback.schedule.steps == 20
+
+
+class PerToken(nn.Module):
+    """A network of no known name, with a target for each token, or several numbers for an example."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids, labels):
+        logits = self.out(self.words(input_ids))
+        if labels.is_floating_point():
+            return {"loss": nn.functional.mse_loss(logits[:, 0, :3], labels), "logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.transpose(1, 2), labels), "logits": logits}
+
+
+def test_targets_that_do_not_look_like_one_for_each_example_are_asked_about(tmp_path):
+    model = sparsevd.sparsify(PerToken())
+    with pytest.raises(ArgumentError, match="first batch has 6 targets: .* give SparseVD"):
+        trainer(tmp_path, model, dataset=words()).train()
+    assert not model._forward_pre_hooks
+    callback = SparseVD(n_train=240)
+    trainer(tmp_path, model, callback, dataset=words()).train()
+    assert callback.schedule.steps == 20
+    numbers = [{**each, "labels": torch.ones(3)} for each in words()]
+    with pytest.warns(SparseVDWarning, match="first batch has 3 targets"):
+        trainer(tmp_path, sparsevd.sparsify(PerToken()), dataset=numbers).train()
 
 
 def gpt2():

@@ -1,11 +1,11 @@
 """What the callbacks share: what they are told, how they attach, what they log."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, SubsetRandomSampler
 
 from sparsevd.errors import ArgumentError
@@ -15,7 +15,7 @@ from sparsevd.training.attachment import Attached, attach
 from sparsevd.training.budget import Budget
 from sparsevd.training.data import Data
 from sparsevd.training.evaluation import Loss
-from sparsevd.training.inputs import Forward, call
+from sparsevd.training.inputs import TARGETS, Forward, call
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.wrappers import bare_model, bare_optimizers
 
@@ -96,6 +96,18 @@ class Attaching:
         if self.schedule is not None:
             self.schedule.detach()
 
+    def look_at(self, target: object) -> str:
+        """Of a first batch: what is wrong if the trainer's number of examples is N, or nothing."""
+        if self.n_train is not None or not isinstance(target, Tensor) or target.ndim < 2:
+            return ""
+        of_one = target[:1].numel()
+        if of_one < 2:
+            return ""
+        return (
+            f"an example of the first batch has {of_one:,} targets: if the loss is a mean over these too, N, which "
+            "weighs the KL, counts them: give SparseVD(n_train=…), all targets of the training set that count"
+        )
+
     def metrics(self) -> dict[str, float]:
         """What there is to log now."""
         schedule = self.schedule
@@ -107,6 +119,13 @@ class Attaching:
             label = label_of(each.name) or each.name
             found[f"sparsity/{label}"] = 100 * (1 - int(kept.sum()) / max(1, kept.numel()))
         return {f"sparsevd/{name}": value for name, value in found.items()}
+
+
+def target_of(batch: object) -> object:
+    """What a batch is to learn, as far as its form tells."""
+    if isinstance(batch, Mapping):
+        return next((batch[name] for name in TARGETS if name in batch), None)
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
 
 
 def _first(given: int | None, found: int | None) -> int | None:

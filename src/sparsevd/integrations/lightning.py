@@ -10,10 +10,11 @@ The KL enters at the optimizer's own step, so it is counted once where gradients
 """
 
 import math
+import warnings
 from typing import Any
 
-from sparsevd.errors import CheckpointError, MissingPackageError
-from sparsevd.integrations.attaching import Attaching, examples_in
+from sparsevd.errors import CheckpointError, MissingPackageError, SparseVDWarning
+from sparsevd.integrations.attaching import Attaching, examples_in, target_of
 
 try:
     try:
@@ -30,6 +31,7 @@ class SparseVD(Attaching, Callback):
     __doc__ = Attaching.__doc__
 
     _loaded: dict[str, Any] | None = None  # from a checkpoint, before there is a schedule
+    _looked = False  # at a batch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The optimizers are there, and whatever a checkpoint holds was put back."""
@@ -50,6 +52,12 @@ class SparseVD(Attaching, Callback):
                 f"the run goes on from step {trainer.global_step:,}, but its checkpoint has no state of SparseVD: it "
                 "was trained without. Load the weights by load_from_checkpoint and begin a new run"
             )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The loss is the module's own, so that more cannot be known than that this may be a mistake."""
+        if not self._looked and (doubt := self.look_at(target_of(batch))):
+            warnings.warn(doubt, SparseVDWarning, stacklevel=2)
+        self._looked = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pl_module.log_dict(self.metrics(), sync_dist=trainer.world_size > 1)

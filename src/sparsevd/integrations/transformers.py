@@ -9,15 +9,16 @@ to zero.
 """
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError
+from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError, SparseVDWarning
 from sparsevd.files.tensors import read_tensors, write_tensors
-from sparsevd.integrations.attaching import Attaching, examples_in
+from sparsevd.integrations.attaching import Attaching, examples_in, target_of
 from sparsevd.training.optimizer import parameter_groups
 from sparsevd.training.wrappers import bare_model
 
@@ -35,7 +36,8 @@ _GROUPS = (
     "sparsevd.integrations.transformers.SparseVDTrainer, which makes such an optimizer"
 )
 
-# Models whose loss is a mean over tokens, by the names that Transformers gives their kinds.
+# Models whose loss is a mean over tokens, by the names that Transformers gives their kinds: these are refused before
+# anything begins, others by their first batch.
 _PER_TOKEN = re.compile(r"LMHead|CausalLM|MaskedLM|TokenClassification|ConditionalGeneration|PreTraining|DoubleHeads")
 
 
@@ -68,6 +70,25 @@ class SparseVD(Attaching, TrainerCallback):
         )
         if state.global_step:
             schedule.load_state_dict(self._read(args, state))
+        if self.n_train is None:
+            self._look_at_first_batch(model)
+
+    def _look_at_first_batch(self, model: nn.Module) -> None:
+        """Names do not tell all: what the model is given does. Its losses are means over all targets there are."""
+
+        def look(module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+            if not module.training:
+                return
+            seen.remove()
+            target = target_of(inputs)
+            if not (doubt := self.look_at(target)):
+                return
+            if isinstance(target, torch.Tensor) and target.is_floating_point():  # or the probabilities of classes
+                warnings.warn(doubt, SparseVDWarning, stacklevel=2)
+            else:
+                raise ArgumentError(doubt)
+
+        seen = model.register_forward_pre_hook(look, with_kwargs=True)
 
     def on_log(
         self,
