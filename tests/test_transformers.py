@@ -315,6 +315,12 @@ def test_targets_that_do_not_look_like_one_for_each_example_are_asked_about(tmp_
         trainer(tmp_path, sparsevd.sparsify(PerToken()), dataset=numbers).train()
 
 
+def test_a_regression_is_told_what_its_units_decide(tmp_path):
+    numbers = [{**each, "labels": 250.0} for each in sentences()]
+    with pytest.warns(SparseVDWarning, match="variance ½ in the labels"):
+        trainer(tmp_path, sparsevd.sparsify(bert(num_labels=1)), dataset=numbers).train()
+
+
 def gpt2():
     torch.manual_seed(5)
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}

@@ -81,7 +81,7 @@ class SparseVD(Attaching, TrainerCallback):
                 return
             seen.remove()
             target = target_of(inputs)
-            if not (doubt := self.look_at(target)):
+            if not (doubt := self.look_at(target) or _of_numbers(module, target)):
                 return
             if isinstance(target, torch.Tensor) and target.is_floating_point():  # or the probabilities of classes
                 warnings.warn(doubt, SparseVDWarning, stacklevel=2)
@@ -126,6 +126,17 @@ class SparseVD(Attaching, TrainerCallback):
                 "weights and begin a new run"
             )
         return read_tensors(path)[0]
+
+
+def _of_numbers(model: nn.Module, target: object) -> str:
+    """What is to be said of a model of Transformers that predicts one number: its loss is the mean squared error."""
+    one = getattr(getattr(model, "config", None), "num_labels", None) == 1
+    if not one or not isinstance(target, torch.Tensor) or not target.is_floating_point():
+        return ""
+    return (
+        "the mean squared error is the likelihood of a noise of variance ½ in the labels, so that their units decide how "
+        "many weights are dropped: divide them by 1.4 times the error that you expect (at least, standardise them)"
+    )
 
 
 class SparseVDTrainer(Trainer):
