@@ -134,8 +134,8 @@ def _of_numbers(model: nn.Module, target: object) -> str:
     if not one or not isinstance(target, torch.Tensor) or not target.is_floating_point():
         return ""
     return (
-        "the mean squared error is the likelihood of a noise of variance ½ in the labels, so that their units decide how "
-        "many weights are dropped: divide them by 1.4 times the error that you expect (at least, standardise them)"
+        "the mean squared error is the likelihood of a noise of variance ½ in the labels, so that their units decide "
+        "how many weights are dropped: divide them by 1.4 times the error that you expect, or standardise them"
     )
 
 
