@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsevd
 from sparsevd.errors import ArgumentError, CheckpointError, SparseVDWarning
+from sparsevd.training.evaluation import wrong
 from sparsevd.training.gaussian import RSquared
 from sparsevd.training.optimizer import BoundAdam
 from sparsevd.training.progress import Callback
@@ -413,3 +414,71 @@ def test_texts_have_a_perplexity(capsys):
     assert history[-1].val_perplexity == pytest.approx(found.perplexity)
     assert "validation perplexity" in capsys.readouterr().out
     assert sparsevd.evaluate(network(2), (X, LABELS[:, 0])).perplexity is None
+
+
+class Shown(nn.Module):
+    """Its inputs are its outputs: logits that a test has chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return x + 0 * self.nothing
+
+
+def one_by_one(x, y):
+    return DataLoader([(a, b) for a, b in zip(x, y, strict=True)], batch_size=1)
+
+
+@pytest.mark.parametrize("ignored", [-100, 2])
+def test_each_token_counts_once_however_texts_are_batched(ignored):
+    torch.manual_seed(0)
+    logits, words = 3 * torch.randn(3, 5, 100), torch.randint(0, 5, (3, 100))
+    words[words == ignored] = 3
+    words[0, 1:] = words[1] = ignored  # 1, 0 and 100 words
+    loss = nn.CrossEntropyLoss(ignore_index=ignored)
+    total = sum(
+        -logits[i, :, j].log_softmax(0)[words[i, j]].item()
+        for i in range(3)
+        for j in range(100)
+        if words[i, j] != ignored
+    )
+    whole = sparsevd.evaluate(Shown(), (logits, words), loss)
+    apart = sparsevd.evaluate(Shown(), one_by_one(logits, words), loss)
+    partial = functools.partial(F.cross_entropy, ignore_index=ignored)
+    for found in (whole, apart, sparsevd.evaluate(Shown(), one_by_one(logits, words), partial)):
+        assert found.loss == pytest.approx(total / 101, rel=1e-5)
+        assert found.perplexity == pytest.approx(math.exp(total / 101), rel=1e-4)
+
+
+def test_the_bound_is_the_same_however_texts_are_batched():
+    torch.manual_seed(0)
+    logits, words = torch.randn(3, 5, 10), torch.randint(0, 5, (3, 10))
+    words[0, 1:] = words[1] = -100
+    model = sparsevd.sparsify(nn.Linear(10, 10), threshold=math.inf, initial_log_sigma2=-60.0)
+    whole = sparsevd.elbo(model, (logits, words))
+    assert math.isfinite(whole)
+    assert sparsevd.elbo(model, one_by_one(logits, words), n_train=11) == pytest.approx(whole, rel=1e-6)
+
+
+def test_ignored_examples_are_no_errors():
+    logits = torch.eye(4)
+    y = torch.tensor([0, 3, -100, -100])  # one right, one wrong
+    assert sparsevd.evaluate(Shown(), (logits, y)).error == 50
+    assert sparsevd.evaluate(Shown(), one_by_one(logits, y)).error == 50
+    assert wrong(logits, y) == 2  # of four, as the half of what counts
+    assert wrong(logits, torch.full((4,), -100)) == 0
+    assert wrong(logits, y, nn.CrossEntropyLoss(ignore_index=0)) == 4
+    assert wrong(torch.zeros(1, 200), torch.tensor([156], dtype=torch.uint8)) == 1
+
+
+def test_data_with_nothing_to_evaluate_on_is_refused():
+    with pytest.raises(ArgumentError, match="every target is -100, which the loss ignores"):
+        sparsevd.evaluate(Shown(), (torch.eye(3), torch.full((3,), -100)))
+
+
+def test_a_loss_of_ones_own_is_a_mean_over_examples():
+    """Nobody can say which of its targets it passes over."""
+    logits, y = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([0, -100, 0])
+    assert sparsevd.evaluate(Shown(), (logits, y), lambda output, _: output.mean()).loss == pytest.approx(3)

@@ -17,7 +17,7 @@ from sparsevd.posterior import noisy_modules, switch_noise
 from sparsevd.training.data import Batch, Data, batches, checked, size
 from sparsevd.training.gaussian import Gaussian, RSquared
 from sparsevd.training.inputs import Forward, call, changed
-from sparsevd.training.likelihood import Likelihood, counted_in, is_cross_entropy
+from sparsevd.training.likelihood import Likelihood, counted_in, counts, ignored_by, is_cross_entropy
 from sparsevd.training.objective import kl
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -45,12 +45,25 @@ class Evaluation:
 
 def wrong(output: object, target: Tensor, loss: Loss = F.cross_entropy) -> float | None:
     """How many examples are classified wrongly; None where this is no classification of one class per example, and no
-    likelihood that counts otherwise."""
+    likelihood that counts otherwise. Examples whose target is ignored are taken to be as the others of the batch."""
+    found = _missed(output, target, loss)
+    if found is None:
+        return None
+    missed, counted = found
+    return missed * len(target) / counted if counted else 0.0
+
+
+def _missed(output: object, target: Tensor, loss: Loss) -> tuple[float, int] | None:
+    """How many targets are missed, and of how many; or None, as above."""
     if isinstance(loss, Likelihood) and isinstance(output, Tensor):
-        return loss.wrong(output, target)
+        share = loss.wrong(output, target)
+        return None if share is None else (share, len(target))
     if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
-    return int((output.detach().argmax(dim=1) != target).sum())
+    counted = counts(loss, target)
+    missed = (output.detach().argmax(dim=1) != target) & counted
+    found, of = torch.stack([missed.sum(), counted.sum()]).tolist()  # together: a GPU is waited for once
+    return found, of
 
 
 def evaluate(
@@ -66,7 +79,8 @@ def evaluate(
     Args:
         model: any network.
         data: as for `fit`.
-        loss: mean loss of a batch, of the output and the target.
+        loss: mean loss of a batch, of the output and the target. With torch's cross-entropy the result is the mean over
+            all targets, however they are batched, but for those of its `ignore_index`; otherwise that over examples.
         forward: how to call the model, (model, inputs) → output, where model(x), model(*x) or model(**x) is not it.
         metric: any other number to average over the examples, of the output and the target of a batch.
     """
@@ -137,33 +151,60 @@ def _average(
     model: nn.Module, data: Iterable[Batch], loss: Loss, forward: Forward = call, metric: Metric | None = None
 ) -> Evaluation:
     device = device_of(model)
-    total, measured, count = 0.0, 0.0, 0
-    errors: float = 0
-    classification, tokens = True, is_cross_entropy(loss)
-    r2 = RSquared(loss) if isinstance(loss, Gaussian) else None
+    sums = _Sums(loss, metric)
     for x, y in data:
         x, y = changed(x, lambda tensor: tensor.to(device)), y.to(device)
         with one_sample(model):
             output = forward(model, x)
-        total += loss(output, y).item() * len(y)
-        measured += float(metric(output, y)) * len(y) if metric else 0.0
-        if r2 is not None:
-            r2.add(output, y)
-        tokens = tokens and y.ndim == 2 and not y.is_floating_point()
-        missed = wrong(output, y, loss)
-        classification = classification and missed is not None
-        errors += missed or 0
-        count += len(y)
-    if count == 0:
-        raise ArgumentError("the data gave no batch to evaluate on; does its DataLoader drop a last, incomplete one?")
-    error = 100 * errors / count if classification else None
-    return Evaluation(
-        loss=total / count,
-        error=error,
-        metric=measured / count if metric else None,
-        r2=r2.value() if r2 else None,
-        perplexity=perplexity_of(total / count) if tokens else None,
-    )
+        sums.add(output, y)
+    return sums.evaluation()
+
+
+class _Sums:
+    """What the batches add up to. A batch may have more targets than examples, of which some may count for nothing, so
+    the loss, the error and the metric are each divided by what they are a mean over."""
+
+    def __init__(self, loss: Loss, metric: Metric | None):
+        self._loss, self._metric = loss, metric
+        self._total, self._measured, self._missed = 0.0, 0.0, 0.0
+        self._examples, self._targets, self._classified = 0, 0, 0
+        self._classification, self._tokens = True, is_cross_entropy(loss)
+        self._r2 = RSquared(loss) if isinstance(loss, Gaussian) else None
+
+    def add(self, output: Tensor, y: Tensor) -> None:
+        targets = counted_in(self._loss, y)
+        if targets:  # the mean over none is NaN
+            self._total += self._loss(output, y).item() * targets
+        self._targets += targets
+        self._examples += len(y)
+        self._measured += float(self._metric(output, y)) * len(y) if self._metric else 0.0
+        if self._r2 is not None:
+            self._r2.add(output, y)
+        self._tokens = self._tokens and y.ndim == 2 and not y.is_floating_point()
+        found = _missed(output, y, self._loss)
+        self._classification = self._classification and found is not None
+        missed, classified = found or (0, 0)
+        self._missed += missed
+        self._classified += classified
+
+    def evaluation(self) -> Evaluation:
+        if self._examples == 0:
+            raise ArgumentError(
+                "the data gave no batch to evaluate on; does its DataLoader drop a last, incomplete one?"
+            )
+        if self._targets == 0:
+            raise ArgumentError(
+                f"every target is {ignored_by(self._loss)}, which the loss ignores, so there is nothing to "
+                "evaluate on; give data with other targets too"
+            )
+        loss = self._total / self._targets
+        return Evaluation(
+            loss=loss,
+            error=100 * self._missed / self._classified if self._classification and self._classified else None,
+            metric=self._measured / self._examples if self._metric else None,
+            r2=self._r2.value() if self._r2 else None,
+            perplexity=perplexity_of(loss) if self._tokens else None,
+        )
 
 
 def perplexity_of(loss: float) -> float:

@@ -17,6 +17,8 @@ from sparsevd.training.data import Batch
 from sparsevd.training.inputs import Forward
 from sparsevd.training.output_units import OutputUnits
 
+IGNORED = -100  # torch's own, where a loss names no other
+
 
 class Likelihood:
     """A mean NLL that says more of the output than its value."""
@@ -107,13 +109,21 @@ def counted_in(loss: object, target: Tensor) -> int:
     ignore, whether an example has one or one for each of its tokens or pixels."""
     if not is_cross_entropy(loss) or target.is_floating_point():
         return len(target)
-    return int((target != ignored_by(loss)).sum())
+    return int(counts(loss, target).sum())
+
+
+def counts(loss: object, target: Tensor) -> Tensor:
+    """Which classes are not ignored."""
+    return target.long() != ignored_by(loss)  # as a byte −100 is 156
 
 
 def ignored_by(loss: object) -> int:
-    """The target that a cross-entropy leaves out."""
-    ignored: int = getattr(loss, "ignore_index", getattr(loss, "keywords", {}).get("ignore_index", -100))
-    return ignored
+    """The target that a loss leaves out."""
+    if isinstance(loss, functools.partial):
+        named = loss.keywords.get("ignore_index", ignored_by(loss.func))
+    else:
+        named = getattr(loss, "ignore_index", IGNORED)
+    return named if isinstance(named, int) else IGNORED  # losses of others have None there
 
 
 def check_loss(loss: object, *, weighed: bool, stacklevel: int = 2) -> None:
