@@ -412,6 +412,13 @@ def test_fast_paths_stay_where_the_network_stays_as_it_was(monkeypatch):
 
 
 @built
+def test_a_compiled_network_is_accelerated_as_the_one_inside():
+    plain, x = pruned(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))).eval(), torch.randn(4, 64)
+    fast = sparsevd.accelerate(torch.compile(plain, backend="eager"), x)
+    assert [choice.name for choice in fast.choices] == ["0", "2"]
+    same(fast, plain, x)
+
+
 def test_named_and_several_arguments():
     class Two(nn.Module):
         def __init__(self):

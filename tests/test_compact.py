@@ -380,6 +380,16 @@ def test_what_would_not_be_exact_is_left_as_it_was(monkeypatch):
     torch.testing.assert_close(small(torch.ones(1, 3)), model(torch.ones(1, 3)))
 
 
+def test_a_compiled_network_is_compacted_as_the_one_inside():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[2].weight[:, 1] = 0
+    small, x = sparsevd.compact(torch.compile(model, backend="eager"), torch.ones(1, 3)), torch.randn(5, 3)
+    assert small.compaction.units == "4-2 → 3-2"
+    assert list(small.state_dict()) == list(model.state_dict())
+    torch.testing.assert_close(small(x), model(x))
+
+
 def test_documentation_runs(monkeypatch, tmp_path, capsys):
     text = (Path(__file__).parent.parent / "docs" / "compaction.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -611,6 +611,57 @@ def test_compile_with_fullgraph():
             torch.testing.assert_close(compiled[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def small():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def test_a_compiled_network_is_the_one_inside():
+    dense = small()
+    model = sparsevd.sparsify(compiled(dense), include="0")
+    assert type(model) is nn.Sequential
+    assert preview(compiled(dense)).replaced == ("0", "2")
+    spread_noise(model)
+    pruned = sparsevd.prune(compiled(model), sparsity=0.5)
+    assert type(pruned) is nn.Sequential
+    assert list(pruned.state_dict()) == list(dense.state_dict())
+    small().load_state_dict(pruned.state_dict())
+    assert [layer.name for layer in sparsevd.summary(compiled(model)).layers] == ["0", "2"]
+    assert sparsevd.summary(compiled(pruned)) == sparsevd.summary(pruned)
+    assert type(model[0]) is SparseLinear  # both were copied
+    assert type(dense[0]) is nn.Linear
+
+
+def test_a_compiled_network_is_changed_in_place_and_stays_compiled():
+    dense, x = small(), torch.randn(4, 6)
+    wrapper = compiled(dense)
+    assert sparsevd.sparsify(wrapper, inplace=True) is dense
+    assert not torch.equal(wrapper(x), wrapper(x))
+    spread_noise(dense)
+    wrapper.eval()
+    before = wrapper(x)
+    assert sparsevd.prune(wrapper, inplace=True) is dense
+    assert type(dense[0]) is nn.Linear
+    torch.testing.assert_close(wrapper(x), before)
+    assert 0 < sparsevd.summary(wrapper).sparsity < 100
+
+
+def test_a_layer_that_was_compiled_by_itself_is_called_with_noise_and_without():
+    """The wrapper inside of a network stays, and so do its keys."""
+    dense, x = nn.Sequential(compiled(nn.Linear(6, 5)), nn.ReLU()), torch.randn(4, 6)
+    dense(x)
+    model = sparsevd.sparsify(dense)
+    assert not torch.equal(model(x), model(x))
+    pruned = sparsevd.prune(model, sparsity=1.0 - 1 / 30)
+    assert torch.count_nonzero(pruned[0]._orig_mod.weight) == 1
+    torch.testing.assert_close(pruned(x), F.relu(F.linear(x, pruned[0]._orig_mod.weight, dense[0].bias)))
+    assert list(pruned.state_dict()) == list(dense.state_dict())
+
+
 def test_the_first_noise_may_be_relative_to_the_weights():
     net = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5))
     with torch.no_grad():

@@ -59,6 +59,12 @@ def test_sparse_initializers(tmp_path):
     assert torch.equal(outputs(sparse, x), outputs(dense, x))
 
 
+def test_a_compiled_network_is_written_as_the_one_inside(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4)
+    sparsevd.export_onnx(torch.compile(model, backend="eager"), x, tmp_path / "net.onnx")
+    torch.testing.assert_close(outputs(tmp_path / "net.onnx", x), model(x).detach())
+
+
 def test_nothing_is_written_unless_the_outputs_agree(tmp_path, monkeypatch):
     model = nn.Linear(4, 3)
     path = tmp_path / "net.onnx"

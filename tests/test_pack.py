@@ -420,6 +420,20 @@ def test_save_and_load(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.spvd"]
 
 
+def test_a_file_of_a_compiled_network_has_the_names_of_the_bare_one(tmp_path):
+    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = sparsevd.sparsify(plain)
+    path, other = tmp_path / "model.spvd", copy.deepcopy(plain)
+    for saved in (plain, model):
+        sparsevd.save(torch.compile(saved, backend="eager"), path, precision="lossless" if saved is plain else 8)
+        assert list(modelfile.unpack(path.read_bytes())) == list(plain.state_dict())
+        wrapper = torch.compile(other, backend="eager")
+        for into in (other, wrapper):
+            nn.init.zeros_(other[0].weight)
+            assert sparsevd.load(path, into=into) is into
+            torch.testing.assert_close(other[0].weight, plain[0].weight, rtol=0, atol=0 if saved is plain else 0.02)
+
+
 def test_a_file_that_does_not_fit_leaves_the_model_alone(tmp_path):
     sparsevd.save(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), tmp_path / "model.spvd")
     for other in (nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 2)), nn.Sequential(nn.Linear(3, 4))):

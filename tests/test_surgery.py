@@ -17,6 +17,14 @@ def test_every_place_of_a_module_gets_its_replacement():
     assert swap(shared, {shared: new}) is new
 
 
+def test_a_compiled_wrapper_calls_the_replacement():
+    old, new, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.randn(3, 2)
+    model = nn.Sequential(torch.compile(old, backend="eager"))
+    assert torch.equal(model(x), old(x))
+    swap(model, {old: new})
+    assert torch.equal(model(x), new(x))
+
+
 def test_a_place_that_is_empty_stays_so():
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_module("nothing", None)

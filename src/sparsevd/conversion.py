@@ -25,6 +25,7 @@ from sparsevd.layers.functional_use import weights_read
 from sparsevd.layers.layer import OWN_ATTRIBUTES
 from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import (
     THRESHOLD,
     NoisyModule,
@@ -90,6 +91,7 @@ def preview(
     keep_dropout: bool = False,
 ) -> Conversion:
     """What `sparsify` would do with this model, without doing it. The arguments are those of `sparsify`."""
+    model = bare_model(model)
     names: dict[nn.Module, list[str]] = defaultdict(list)  # a shared module has several names
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
@@ -170,7 +172,8 @@ def sparsify(
     `SparseVDWarning`; `sparsevd.conversion.preview` takes the same arguments and only tells.
 
     Args:
-        model: any network; it is copied unless `inplace`.
+        model: any network; it is copied unless `inplace`. Of one that is wrapped by torch.compile or
+            DistributedDataParallel the network inside is converted and returned; wrap that again.
         include: convert only these: module names, which may hold wildcards as in `"encoder.*.fc?"`, or layer types.
             A name stands for everything below it.
         exclude: leave these as they are, by name or type.
@@ -186,6 +189,7 @@ def sparsify(
         raise ArgumentError(f"variance_dtype={variance_dtype} must be a floating-point type, such as torch.bfloat16")
     if isinstance(initial_log_sigma2, str) and initial_log_sigma2 != "relative":
         raise ArgumentError(f'initial_log_sigma2={initial_log_sigma2!r} must be a number or "relative"')
+    model = bare_model(model)
     conversion = preview(model, include=include, exclude=exclude, keep_dropout=keep_dropout)
     if not conversion.replaced and (noisy := noisy_modules(model)):
         raise ConversionError(
@@ -267,7 +271,8 @@ def prune(
         pruned = sparsevd.prune(model, budget=sparsevd.Budget(max_error_increase=0.5), data=held_out)
 
     Args:
-        model: a Sparse VD network; it is copied unless `inplace`.
+        model: a Sparse VD network; it is copied unless `inplace`. Of one that is wrapped by torch.compile or
+            DistributedDataParallel the network inside is pruned and returned.
         threshold: overrides the threshold of every layer (3.0 unless `sparsify` was told otherwise); infinity keeps
             every weight. "auto" cuts lower, as far as that costs next to nothing in the bound.
         sparsity: instead of a threshold, the share of all weights to make zero: those with the largest log α.
@@ -277,6 +282,7 @@ def prune(
         inplace: change the given model instead of a copy.
         how: `loss` and `forward`, as for `evaluate`, for what is measured.
     """
+    model = bare_model(model)
     limit = _limit(model, threshold, sparsity, budget, data, how)
     if not inplace:
         model = copied(model)

@@ -20,6 +20,7 @@ from sparsevd.graph.outputs import Output, difference, returning_tensors
 from sparsevd.graph.structure import Graph
 from sparsevd.graph.translation import STILL_WORKS, Translation
 from sparsevd.layers.modes import in_eval_mode
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import NoisyModule
 
 TOLERANCE = 1e-4  # of the largest output
@@ -43,6 +44,7 @@ def capture(model: nn.Module | Graph, example: Tensor | tuple[Tensor, ...]) -> G
     """
     if isinstance(model, Graph):
         return model.check()
+    model = bare_model(model)
     examples = example if isinstance(example, tuple) else (example,)
     _check_arguments(model, examples)
     fast_path = torch.backends.mha.get_fastpath_enabled()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, SubsetRandomSampler
 
 from sparsevd.errors import ArgumentError
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import required_posteriors
 from sparsevd.posterior.posterior import label_of
 from sparsevd.training.attachment import Attached, attach
@@ -17,7 +18,7 @@ from sparsevd.training.data import Data
 from sparsevd.training.evaluation import Loss
 from sparsevd.training.inputs import TARGETS, Forward, call
 from sparsevd.training.recipes import FitConfig
-from sparsevd.training.wrappers import bare_model, bare_optimizers
+from sparsevd.training.wrappers import bare_optimizers
 
 
 class Attaching:

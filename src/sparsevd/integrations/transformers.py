@@ -19,8 +19,8 @@ from torch import nn
 from sparsevd.errors import ArgumentError, CheckpointError, MissingPackageError, SparseVDWarning
 from sparsevd.files.tensors import read_tensors, write_tensors
 from sparsevd.integrations.attaching import Attaching, examples_in, target_of
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.training.optimizer import parameter_groups
-from sparsevd.training.wrappers import bare_model
 
 try:
     import accelerate  # noqa: F401  the Trainer needs it

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsevd.layers.wrapping import compile_anew, is_compiled
+
 # Parents that in eval mode hand the weights of their children to a fused operator, and so never call the children.
 # With the attribute set to this value they call them.
 FAST_PATHS: dict[type[nn.Module], tuple[str, object]] = {
@@ -29,6 +31,8 @@ def swap(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Mo
         for name, child in module._modules.items():
             if child is not None and child in replacements and replacements[child] is not module:
                 module._modules[name] = replacements[child]
+                if is_compiled(module):
+                    compile_anew(module)
     return replacements.get(model, model)
 
 

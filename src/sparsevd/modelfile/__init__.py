@@ -22,6 +22,7 @@ from sparsevd.files import atomic
 from sparsevd.graph import Graph, capture, to_module
 from sparsevd.graph.cost import footprint
 from sparsevd.graph.relevance import relevant
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.modelfile.container import FREE_VALUES, Entry, Form, Packed, allowed_bytes, decode, encode
 from sparsevd.modelfile.description import described, graph_of
 from sparsevd.modelfile.quantisation import (
@@ -85,6 +86,7 @@ def pack(
 ) -> tuple[bytes, Packed]:
     """The bytes of the file that `save` writes, and what its parts cost. `graph` saves capturing it from `example`."""
     precision = checked(precision)
+    model = bare_model(model)
     _refuse_masks(model)
     steps = posterior_steps(model, precision) if isinstance(precision, PosteriorSteps) else {}
     noisy = named_posteriors(model)
@@ -124,7 +126,8 @@ def load(path: str | Path, *, into: nn.Module | None = None, max_bytes: int | No
     data = read(path)
     if into is None:
         return rebuild(data, path, max_bytes)
-    into.load_state_dict(unpack(data, path, dict(into.state_dict()), max_bytes))
+    network = bare_model(into)
+    network.load_state_dict(unpack(data, path, dict(network.state_dict()), max_bytes))
     return into
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparsevd.errors import ConversionError
 from sparsevd.layers.registry import sparse_type
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import THRESHOLD, NoisyModule, Posterior, biases, equations, label_of, posteriors
 from sparsevd.reporting.diagnosis import Course, diagnose
 from sparsevd.reporting.table import table
@@ -152,6 +153,7 @@ def times(ratio: float) -> str:
 
 def summary(model: nn.Module) -> ModelSummary:
     """Layer by layer, how many weights are kept: of a Sparse VD network by log α, of a plain one by its zeros."""
+    model = bare_model(model)
     found = posteriors(model)
     noisy = {id(each.theta): each for each in found}
     rows: dict[int, LayerSummary] = {}  # by their tensor, so that tied ones count once

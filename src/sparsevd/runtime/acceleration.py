@@ -16,6 +16,7 @@ from sparsevd.errors import ArgumentError, ConversionError
 from sparsevd.graph.outputs import difference, tensors_in
 from sparsevd.layers.registry import sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import is_noisy
 from sparsevd.reporting.table import table as text_table
 from sparsevd.runtime import sequences
@@ -161,12 +162,13 @@ def accelerate(model: nn.Module, example: Any) -> Accelerated:
     and the batch norm or ReLU that is folded into it (`self.last = h`) is what comes after these.
 
     Args:
-        model: a plain torch network, such as `prune` returns; it is copied.
+        model: a plain torch network, such as `prune` returns; it is copied. Of one that torch.compile wraps, the
+            network inside is taken and timed.
         example: an input, a tuple of positional arguments, or a dict of named ones.
     """
     if is_noisy(model):
         raise ConversionError("the model still has Sparse VD layers; give sparsevd.prune(model) to accelerate")
-    original = copied(model).eval()
+    original = copied(bare_model(model)).eval()
     layered, choices, left_alone, off_path = _checked_layers(original, example)
     whole, no_plan = _whole(original, example, choices)
     candidates: dict[str, Callable[..., Any]] = {DENSE: original, LAYERS: layered}

@@ -18,6 +18,7 @@ from sparsevd.errors import ExportError
 from sparsevd.files import atomic
 from sparsevd.graph.outputs import parts, returning_tensors
 from sparsevd.layers.modes import in_eval_mode
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import NoisyModule
 
 TOLERANCE = 1e-4  # of the largest output; onnxruntime sums in another order
@@ -47,6 +48,7 @@ def export_onnx(
         import onnxscript  # noqa: F401  torch's exporter needs it
     except ImportError as error:
         raise ExportError(f'{error.name} is not installed; run: pip install "sparsevd[onnx]"') from error
+    model = bare_model(model)
     examples = example if isinstance(example, tuple) else (example,)
     for name, module in model.named_modules():
         if isinstance(module, NoisyModule):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.layers.recurrent import recurrent_layers
 from sparsevd.layers.sampling import multiplies_bfloat16
+from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import required_posteriors, switch_noise
 from sparsevd.posterior.posterior import DROPPED_LOG_SIGMA2
 from sparsevd.posterior.spread import is_spread, local, part_for
@@ -36,7 +37,7 @@ from sparsevd.training.optimizer import BoundAdam, BoundStep
 from sparsevd.training.recipes import FitConfig
 from sparsevd.training.schedule import Schedule, choose_variance
 from sparsevd.training.weights_read import has_tables
-from sparsevd.training.wrappers import Hook, bare_model, bare_optimizers
+from sparsevd.training.wrappers import Hook, bare_optimizers
 
 # Where the length of an epoch is not given, the run is cut into so many parts, after each of which weights may go.
 PARTS = 20

@@ -1,24 +1,10 @@
-"""What lies under the wrappers of others: the network itself, the optimizer itself; and hooks on a network."""
+"""The optimizer itself, under the wrappers of others; and hooks on a network."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sparsevd.errors import ArgumentError
-
-
-def bare_model(model: nn.Module) -> nn.Module:
-    """The network inside torch.compile and DistributedDataParallel, whose names have no prefix."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = cast(nn.Module, model._orig_mod)
-        else:
-            return model
 
 
 def bare_optimizers(given: object) -> list[torch.optim.Optimizer]:
