@@ -468,6 +468,19 @@ def test_reasons_are_given():
     assert preview(Lazy()).replaced == ("fine",)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8])
+def test_weights_that_are_no_real_numbers_stay_dense(dtype):
+    odd = nn.Linear(3, 3)
+    odd.weight = nn.Parameter(odd.weight.detach().to(dtype), requires_grad=False)
+    with pytest.warns(SparseVDWarning, match=f"left dense: 0: its weight is {dtype}, and the noise is for real"):
+        model = sparsevd.sparsify(nn.Sequential(odd, nn.Linear(3, 3)))
+    assert [type(layer) for layer in model] == [nn.Linear, SparseLinear]
+    with pytest.raises(ConversionError, match=rf"nothing to convert in Linear(.|\n)*its weight is {dtype}"):
+        sparsevd.sparsify(odd)
+    attention = nn.MultiheadAttention(4, 2, dtype=torch.complex64)
+    assert "its in_proj_weight is torch.complex64" in preview(attention).skipped["(model)"]
+
+
 def test_attention_that_stays_dense_is_named_with_its_dropout():
     class Mine(nn.MultiheadAttention):
         pass

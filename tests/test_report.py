@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import small_runs
@@ -290,6 +291,12 @@ def test_what_is_no_run_is_refused_in_a_sentence(folders, tmp_path, no_graph):
         sparsevd.report(folders / "plain", tmp_path, say=quiet)
     with pytest.raises(ArgumentError, match="no run to report on"):
         sparsevd.report([], say=quiet)
+    for given in (nn.Sequential(nn.Linear(2, 2)), [nn.Linear(2, 2)]):
+        with pytest.raises(ArgumentError, match="takes the folder of a run.* was given a .*; of a network in memory"):
+            sparsevd.report(given, say=quiet)
+    for given in (None, 3, [folders / "plain", None]):
+        with pytest.raises(ArgumentError, match="takes the folder of a run.* was given a (NoneType|int)$"):
+            sparsevd.report(given, say=quiet)
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match="cannot be written"):
         sparsevd.report(folders / "plain", tmp_path / "file" / "page.html", say=quiet)

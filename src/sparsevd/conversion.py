@@ -441,8 +441,11 @@ def _why_not(module: nn.Module, owners: Owners) -> str:
     elif kind is not None:
         if lacks := _lacks(module, kind):
             return f"{type(module).__name__} lacks {', '.join(lacks)}, which the layer that it is registered like has"
-        tied = any(len(owners[own[name]]) > 1 for name in kind.names(module)[0])
-        if refusal := kind.refusal(module) or ("" if tied else kind.refusal_untied(module)):
+        weights = {name: own[name] for name in kind.names(module)[0]}
+        tied = any(len(owners[weight]) > 1 for weight in weights.values())
+        if unreal := [f"{name} is {w.dtype}" for name, w in weights.items() if not w.is_floating_point()]:
+            reasons.append(f"its {unreal[0]}, and the noise is for real floating-point numbers")
+        elif refusal := kind.refusal(module) or ("" if tied else kind.refusal_untied(module)):
             reasons.append(refusal)
         elif extra := _extras(module, kind):
             reasons.append(f"it carries more than a weight and a bias ({', '.join(extra)}), which a swap would lose")

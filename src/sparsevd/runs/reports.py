@@ -1,7 +1,10 @@
 """A run, or several side by side, as one page that needs nothing but a browser."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from pathlib import Path
+
+from torch import nn
 
 from sparsevd.errors import ArgumentError
 from sparsevd.files import atomic
@@ -46,9 +49,7 @@ def report(
     from sparsevd.reporting.page import page
     from sparsevd.runs.gathering import check, gather
 
-    paths = [Path(runs)] if isinstance(runs, str | Path) else [Path(each) for each in runs]
-    if not paths:
-        raise ArgumentError("there is no run to report on; give at least one folder")
+    paths = _paths(runs)
     folder = Path(data_dir) if data_dir is not None else None
     opened = [Run(path, model=model, data=data, data_dir=folder, input_shape=input_shape, say=say) for path in paths]
     for run in opened:  # all of them, before any is measured
@@ -60,6 +61,23 @@ def report(
     found = [gather(run, time=time, say=say) for run in opened]
     atomic.write(target, page(_named_apart(found), __version__))
     return target
+
+
+def _paths(runs: object) -> list[Path]:
+    """The runs as paths. A network is no list of them, though a Sequential can be read like one."""
+    given = [runs] if isinstance(runs, str | PathLike | nn.Module) or not isinstance(runs, Iterable) else list(runs)
+    if not given:
+        raise ArgumentError("there is no run to report on; give at least one folder")
+    paths = []
+    for each in given:
+        if not isinstance(each, str | PathLike):
+            instead = "; of a network in memory, sparsevd.summary says what is left" * isinstance(each, nn.Module)
+            raise ArgumentError(
+                "report takes the folder of a run, as fit(…, run_dir=…) writes it, or a list of such folders, and was "
+                f"given a {type(each).__name__}{instead}"
+            )
+        paths.append(Path(each))
+    return paths
 
 
 def _check_what_was_named(run: Run, model: str | None, data: str | None) -> None:
