@@ -11,6 +11,7 @@ import sparsevd
 from sparsevd.conversion import preview
 from sparsevd.errors import ArgumentError
 from sparsevd.layers import registry
+from sparsevd.layers.embedding import SparseTable
 from sparsevd.layers.linear import SparseLinear
 from sparsevd.layers.product_layer import ProductLayer
 
@@ -94,6 +95,54 @@ def test_a_twin_of_ones_own_may_be_given():
     assert not torch.equal(model(x), model(x))
     torch.testing.assert_close(model.eval()(x), dense(x))
     assert type(sparsevd.prune(model)[0]) is Squared
+
+
+class Louder(nn.Embedding):
+    """As the scaled embedding of BART in Transformers."""
+
+    def __init__(self, tokens, width, scale):
+        super().__init__(tokens, width)
+        self.scale = scale
+
+    def forward(self, input):
+        return self.scale * super().forward(input)
+
+
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
+@pytest.mark.parametrize(
+    ("plain", "like", "method"), [(Louder, nn.Embedding, "forward"), (Standardised, nn.Conv2d, "_conv_forward")]
+)
+def test_a_forward_that_would_not_be_called_is_said(plain, like, method):
+    layer = Louder(5, 3, 8.0) if plain is Louder else Standardised(2, 2, 3)
+    advice = preview(nn.Sequential(layer)).skipped["0"]
+    assert f"a {method} of its own, which a Sparse VD layer does not call: what it adds, such as a scale" in advice
+    assert f"Only if it computes the very same, call sparsevd.register({plain.__name__}, like=nn." in advice
+    with pytest.warns(sparsevd.SparseVDWarning, match=f"{plain.__name__} has a {method} of its own.*lost in training"):
+        sparsevd.register(plain, like=like)
+    assert preview(nn.Sequential(layer)).replaced == ("0",)  # its owner was told
+
+
+def test_a_scaled_embedding_keeps_its_scale_with_a_twin_of_its_own():
+    class SparseLouder(SparseTable):
+        plain_type, options = nn.Embedding, ("num_embeddings", "embedding_dim", "padding_idx", "scale_grad_by_freq")
+
+        def forward(self, input):
+            rows = self.sampled(input) if self.draws_noise else nn.functional.embedding(input, self.pruned_weight())
+            return self.scale * rows
+
+    sparsevd.register(Louder, like=SparseLouder)
+    dense, tokens = nn.Sequential(Louder(5, 3, 8.0)), torch.arange(5)
+    model = sparsevd.sparsify(dense, threshold=math.inf)
+    assert not torch.equal(model(tokens), model(tokens))
+    torch.testing.assert_close(model(tokens), dense(tokens), rtol=0, atol=8 * 6 * math.exp(-4))  # 6 deviations
+    assert torch.equal(model.eval()(tokens), dense(tokens))
+    back = sparsevd.prune(model)
+    assert (type(back[0]), back[0].scale) == (Louder, 8.0)
+    assert torch.equal(back(tokens), dense(tokens))
 
 
 class Wordy(nn.LSTM):

@@ -23,7 +23,7 @@ from sparsevd.errors import ArgumentError, ConversionError, SparseVDWarning
 from sparsevd.layers import INITIAL_LOG_SIGMA2, SPARSE_TYPES, SparseLayer
 from sparsevd.layers.functional_use import weights_read
 from sparsevd.layers.layer import OWN_ATTRIBUTES
-from sparsevd.layers.registry import sparse_type
+from sparsevd.layers.registry import overridden, sparse_type
 from sparsevd.layers.surgery import leave_fast_paths, restore_fast_paths, swap
 from sparsevd.layers.wrapping import bare_model
 from sparsevd.posterior import (
@@ -456,15 +456,25 @@ def _why_not(module: nn.Module, owners: Owners) -> str:
     elif any(is_lazy(p) for p in own.values()):
         reasons.append(f"{type(module).__name__} has no weights yet; run the model once first")
     elif matrices and parents:
-        reasons.append(
-            f"{type(module).__name__} is a subclass of {parents[0].__name__}, whose weight may be read in other ways; "
-            f"if it is not, call sparsevd.register({type(module).__name__}, like=nn.{parents[0].__name__}) first"
-        )
+        reasons.append(_why_not_derived(type(module), parents[0]))
     elif matrices:
         reasons.append(f"{type(module).__name__} has no Sparse VD twin for {', '.join(matrices)}")
     if reasons and isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
         reasons.append(f"its functional dropout of {module.dropout} stays active in training")
     return "; ".join(reasons)
+
+
+def _why_not_derived(kind: type[nn.Module], parent: type[nn.Module]) -> str:
+    """What to do about a subclass of a layer that Sparse VD knows."""
+    known = f"{kind.__name__} is a subclass of {parent.__name__}"
+    register = f"call sparsevd.register({kind.__name__}, like=nn.{parent.__name__}) first"
+    if method := overridden(kind, parent):
+        return (
+            f"{known} with a {method} of its own, which a Sparse VD layer does not call: what it adds, such as a "
+            f"scale, would be lost in training. Only if it computes the very same, {register}; for anything else "
+            "register it like a SparseLayer that you write for it"
+        )
+    return f"{known}, whose weight may be read in other ways; if it is not, {register}"
 
 
 def _why_not_alone(
