@@ -29,6 +29,8 @@ with warnings.catch_warnings():
         DistilBertForMaskedLM,
         GPT2Config,
         GPT2LMHeadModel,
+        T5Config,
+        T5ForConditionalGeneration,
         Trainer,
         TrainerCallback,
         TrainingArguments,
@@ -400,6 +402,12 @@ def test_a_pruned_model_is_saved_and_read_as_any_other(make, tmp_path):
     assert all(torch.equal(pruned.state_dict()[name], value) for name, value in again.state_dict().items())
     tokens = torch.randint(1, 20, (2, 6))
     assert torch.equal(again.eval()(tokens).logits, pruned.eval()(tokens).logits)
+
+
+def test_a_network_that_asks_a_weight_for_its_type_may_have_it_sparse():
+    """T5 does so in each of its layers, and was told to leave them dense."""
+    config = T5Config(d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8, vocab_size=20)
+    assert not sparsevd.conversion.preview(T5ForConditionalGeneration(config)).remarks()
 
 
 def test_without_the_package_a_sentence_says_what_to_install(monkeypatch):

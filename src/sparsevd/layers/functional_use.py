@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-# What tells of a weight without using its numbers.
-_HARMLESS = {"device", "dim", "dtype", "grad", "is_cuda", "is_floating_point", "is_meta", "ndim", "numel"}
-_HARMLESS |= {"requires_grad", "requires_grad_", "shape", "size", "storage"}
+# What tells of a weight without using its numbers: its attributes and methods, beside `is_…` and `new_…`, ...
+_HARMLESS = {"data_ptr", "device", "dim", "dtype", "element_size", "grad", "itemsize", "layout", "nbytes", "ndim"}
+_HARMLESS |= {"nelement", "numel", "requires_grad", "requires_grad_", "shape", "size", "storage", "stride"}
+# ... and functions that it is given to, beside `is_…` and `…_like`: `x.to(weight)` takes its type and place.
+_ASKING = {"expand_as", "hasattr", "id", "isinstance", "len", "reshape_as", "to", "type", "type_as", "view_as"}
 # Of a ModuleList or ModuleDict: a constant, or what only a run can say.
 _INDEX, _ANY_INDEX = re.compile(r"\[['\"]?(-?\w+)['\"]?\]"), re.compile(r"\[[^\]]*\]")
 _EACH = "*"
@@ -75,7 +77,7 @@ def _reads(function: Callable[..., object]) -> _Reads:
         return _Reads((), (), asks_above=False)
     this = next(iter(inspect.signature(function).parameters), "self")
     every = list(ast.walk(tree))
-    harmless = {id(each.value) for each in every if isinstance(each, ast.Attribute) and each.attr in _HARMLESS}
+    harmless = {id(part) for each in every for part in _only_asked(each)}
     names = {this: ""} | _names(every, this)
     parameters, methods = [], []
     for each in every:
@@ -88,6 +90,23 @@ def _reads(function: Callable[..., object]) -> _Reads:
             methods.append(called.attr)
     above = any(isinstance(each, ast.Name) and each.id == "super" for each in every)
     return _Reads(tuple(dict.fromkeys(parameters)), tuple(dict.fromkeys(methods)), above)
+
+
+def _only_asked(expression: ast.AST) -> Iterator[ast.AST]:
+    """The parts of an expression whose numbers it cannot use."""
+    asked: list[ast.AST] = []
+    if isinstance(expression, ast.Attribute):
+        name = expression.attr
+        asked = [expression.value] if name in _HARMLESS or name.startswith(("is_", "new_")) else []
+    elif isinstance(expression, ast.Call):
+        name = ast.unparse(expression.func).rpartition(".")[2]
+        asked = [*expression.args] if name in _ASKING or name.startswith("is_") or name.endswith("_like") else []
+    elif isinstance(expression, ast.Compare) and all(isinstance(each, ast.Is | ast.IsNot) for each in expression.ops):
+        asked = [expression.left, *expression.comparators]
+    for each in asked:
+        while isinstance(each, ast.Attribute) and each.attr == "data":  # `weight.data.dtype`
+            each = each.value
+        yield each
 
 
 def _names(every: list[ast.AST], this: str) -> dict[str, str]:
