@@ -33,7 +33,6 @@ class SparseLayer(NoisyModule):
     others: tuple[str, ...] = ("bias",)  # ... and those that do not
     children_kept: ClassVar[tuple[str, ...]] = ()  # modules inside the plain twin that the layer takes over
     _shown: Sequence[str] = ()  # attributes of the twin that this layer has too
-    read_elsewhere = False  # by a forward that is not this layer's, and needs the whole weight
     unit_axis: ClassVar[int] = 0  # of the weights; the inputs are at the other of the first two
 
     def __init__(
@@ -95,8 +94,9 @@ class SparseLayer(NoisyModule):
         """The twin's output: sampled in training mode, with pruned weights in eval mode."""
 
     def posteriors(self) -> Sequence[Posterior]:
-        contractible = self.can_contract() and not self.read_elsewhere
-        return [Posterior(self, name, contractible=contractible, unit_axis=self.unit_axis) for name in self.weights]
+        return [
+            Posterior(self, name, contractible=self.can_contract(), unit_axis=self.unit_axis) for name in self.weights
+        ]
 
     def can_contract(self) -> bool:
         """Whether the layer can compute with a part of its inputs and units: `weight` is [unit, input, ...] then."""

@@ -50,6 +50,8 @@ class NoisyModule(nn.Module, ABC):
     bfloat16_where_faster: bool  # ... is allowed and faster
     others: tuple[str, ...]  # names of the parameters without noise
     noise_is_on = True  # `switch_noise`: off while a budget trains without it; all else of training mode stays
+    read_elsewhere = False  # its weights are, by a forward that is not this layer's ...
+    measured_elsewhere = False  # ... or their shape is: either needs them as they are
 
     @property
     def draws_noise(self) -> bool:
@@ -87,7 +89,7 @@ class Posterior:
 
     def __init__(self, layer: NoisyModule, weight: str = "weight", *, contractible: bool = False, unit_axis: int = 0):
         self.layer, self.weight, self.noise = layer, weight, noise_name(weight)
-        self.contractible, self.unit_axis = contractible, unit_axis
+        self._contractible, self.unit_axis = contractible, unit_axis
         self.name = weight
 
     @property
@@ -101,6 +103,10 @@ class Posterior:
     @property
     def threshold(self) -> float:
         return self.layer.threshold
+
+    @property
+    def contractible(self) -> bool:
+        return self._contractible and not (self.layer.read_elsewhere or self.layer.measured_elsewhere)
 
     @property
     def label(self) -> str:

@@ -26,17 +26,21 @@ def contracted(
     model: nn.Module, posteriors: Sequence[Posterior], optimizer: torch.optim.Optimizer
 ) -> Iterator[dict[str, Tensor]]:
     """While it lasts, layers are smaller. Gives by name which weights of a layer take part, for those that are."""
-    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     done: dict[str, _Contraction] = {}
     try:
-        for posterior in posteriors:
-            part = part_left(posterior)
-            if part is not None and owners[id(posterior.theta)] == 1:  # else another module reads the weight too
-                done[posterior.name] = _Contraction(posterior, part, optimizer)
+        for posterior, part in parts_left(model, posteriors):
+            done[posterior.name] = _Contraction(posterior, part, optimizer)
         yield {name: contraction.inside for name, contraction in done.items()}
     finally:
         for contraction in done.values():
             contraction.undo()
+
+
+def parts_left(model: nn.Module, posteriors: Sequence[Posterior]) -> list[tuple[Posterior, Part]]:
+    """The layers that can be smaller, and what each then holds."""
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    alone = [each for each in posteriors if owners[id(each.theta)] == 1]  # else another module reads the weight too
+    return [(each, part) for each in alone if (part := part_left(each)) is not None]
 
 
 def part_left(posterior: Posterior) -> Part | None:

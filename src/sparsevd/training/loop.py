@@ -6,10 +6,11 @@ needs no generator state; one inside an epoch, as Ctrl-C leaves it, keeps it and
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError
+from sparsevd.errors import ArgumentError, CheckpointError, DivergenceError, SparseVDWarning
 from sparsevd.layers.modes import noise_restored
 from sparsevd.layers.recurrent import one_sample, recurrent_layers
 from sparsevd.layers.sampling import multiplies_bfloat16
+from sparsevd.layers.watched_use import Watch
 from sparsevd.posterior import is_noisy, noisy_modules, required_posteriors, switch_noise
 from sparsevd.reporting.diagnosis import BEFORE_A_RUN, WITH_A_BUDGET, Course, diagnose
 from sparsevd.reporting.summary import summary
-from sparsevd.training import course, generator, processes, start, tally, threads
+from sparsevd.training import course, first_look, generator, processes, start, tally, threads
 from sparsevd.training.averaging import Averaging
 from sparsevd.training.budget import Budget, cut_at
 from sparsevd.training.data import Batch, Data, Share, shares, split_by_process
@@ -182,6 +184,7 @@ class Loop:
         self.state = State()
         self._last: EpochMetrics | None = None
         self._begun = False  # the first step of this process was taken
+        self._looked = not is_noisy(self.model)  # at a pass, for weights that are read outside of their layer
         # Of a step; what is measured, a budget above all, is float32 in any case.
         self._forward = in_bfloat16(task.forward, task.device.type) if task.config.autocast else task.forward
         self._averaging = Averaging(self.model, self._forward) if self.team.size > 1 else None
@@ -358,6 +361,8 @@ class Loop:
             self._pass_over(remaining)
             torch.set_rng_state(rng)
             self._seed_noise()
+        if not self._looked and (self.schedule.makes_smaller() or first_look.holds_compiled(self.model)):
+            remaining = self._looked_at(remaining)
         with self.schedule.epoch(self.optimizer):
             parameters = list(self.model.parameters())
             for share in remaining:
@@ -376,6 +381,16 @@ class Loop:
                         "and another one more; give every process as many"
                     )
         return first
+
+    def _looked_at(self, given: Iterator[Share]) -> Iterator[Share]:
+        """The same batches, after a look at a pass of the first one, where the pass of its step would come too late."""
+        first = list(islice(given, 1))
+        inputs = [self.task.placed(share.batch)[0] for share in first]
+        seen = first_look.watched_by_itself(self.model, self._forward, inputs, self.task.device)
+        if text := first_look.mark(self.model, seen):
+            warnings.warn(text, SparseVDWarning, stacklevel=5)
+        self._looked = bool(first)
+        return chain(first, given)
 
     def _seed_noise(self) -> None:
         self.team.seed_noise(self.config.seed, self.state.epoch, self.state.batch)
@@ -402,7 +417,7 @@ class Loop:
             self._noisy = phase.noisy
 
         with one_sample(self.model) if self._recurrent else nullcontext():
-            output = self._forward(self.model, x) if self._averaging is None else self._averaging(x)
+            output = self._output(x)
             nll = self.task.loss(output, y)
             teacher = self.task.teacher
             objective = nll if teacher is None else teacher.mixed(nll, output, batch, self._forward)
@@ -442,6 +457,18 @@ class Loop:
         for callback in self._callbacks:
             callback.on_step(moment)
 
+    def _output(self, x: Any) -> Any:
+        """Of a step. The first one is looked at."""
+        if not self._looked:
+            self._looked = True
+            seen = Watch(self.model)
+            with first_look.watching(seen):
+                output = self._output(x)
+            if text := first_look.mark(self.model, seen):
+                warnings.warn(text, SparseVDWarning, stacklevel=6)
+            return output
+        return self._forward(self.model, x) if self._averaging is None else self._averaging(x)
+
     def _finish_epoch(self, first: list[Share], begun: float) -> None:
         """After the last step of an epoch: measure, drop what is superfluous, write it all down."""
         state = self.state
@@ -454,6 +481,8 @@ class Loop:
             self.schedule.look(done, self.optimizer)
             ended = self.schedule.finish()
         metrics = self._metrics(done)
+        if self.team.size > 1:
+            first_look.agree(self.model, self.team)
         if self.schedule.drops_at(done):
             before = self._bound_on(first)
             dropped = self.schedule.drop(done)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sparsevd.errors import CheckpointError
 from sparsevd.posterior import Posterior, noisy_modules, posteriors
 from sparsevd.training.budget import Budget
-from sparsevd.training.contraction import contracted
+from sparsevd.training.contraction import contracted, parts_left
 from sparsevd.training.judge import Judge
 from sparsevd.training.objective import warm_up
 from sparsevd.training.recipes import VARIANCE_DTYPES, FitConfig
@@ -95,7 +95,7 @@ class Schedule:
     @contextmanager
     def epoch(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Around the steps of an epoch: without the inputs and units that have no weight left, if that is asked for."""
-        if not (self.config.contract and self.posteriors) or self.steering is not None:
+        if not self._contracts:
             self._find_zeros()
             yield
             return
@@ -108,6 +108,14 @@ class Schedule:
         for name, mask in inside.items():  # what sat the epoch out counts anew
             if name in self._epochs_above:
                 self._epochs_above[name] = self._epochs_above[name].where(mask, 0)
+
+    @property
+    def _contracts(self) -> bool:
+        return bool(self.config.contract and self.posteriors) and self.steering is None
+
+    def makes_smaller(self) -> bool:
+        """Whether an epoch that began now would have a layer that is smaller."""
+        return self._contracts and bool(parts_left(self._model, self.posteriors))
 
     def keep_zeros(self) -> None:
         """After each step: momentum may have moved what was dropped."""
