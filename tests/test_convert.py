@@ -402,9 +402,15 @@ def test_weights_that_a_forward_reads_are_found_by_any_name():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_network_with_a_script_module_is_converted():
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)))
+    model[1].bias.requires_grad_(False)
     with pytest.warns(SparseVDWarning, match="left dense: 1: RecursiveScriptModule"):
         model = sparsevd.sparsify(model)
     assert model(torch.randn(2, 3)).shape == (2, 3)
+    before = model[1].weight.clone()
+    config = sparsevd.FitConfig(epochs=1, learning_rate=1e-2, batch_size=2)
+    sparsevd.fit(model, (torch.randn(6, 3), torch.tensor([0, 1, 2] * 2)), None, config, progress=False)
+    assert not torch.equal(model[1].weight, before)
+    assert not model[1].bias.requires_grad
 
 
 def test_what_an_owner_put_on_a_layer_stays_there():

@@ -386,7 +386,11 @@ def lost_already(model: nn.Module) -> float:
 def copied(model: nn.Module) -> nn.Module:
     """A copy; torch makes none of a tensor that was computed, as its pruning and the older weight_norm leave them."""
     try:
-        return copy.deepcopy(model)
+        with torch.no_grad():  # torch.jit copies its parameters by a computation, of which nothing can be trained
+            result = copy.deepcopy(model)
+        for given, own in zip(model.parameters(), result.parameters(), strict=True):
+            own.requires_grad_(given.requires_grad)
+        return result
     except RuntimeError as error:
         computed = [
             f"{name or '(model)'}: its {key} is {_COMPUTED}"
