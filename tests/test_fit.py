@@ -644,3 +644,24 @@ def test_autocast_on_a_cpu_without_bfloat16_is_said(monkeypatch, capsys):
 def stop_after(epochs, model, folder, config):
     with pytest.raises(Stop):
         sparsevd.fit(model, image_problem(), None, config, run_dir=folder, progress=False, callbacks=[Stop(epochs)])
+
+
+def test_a_compiled_network_is_trained_as_such_and_kept_under_its_own_names(tmp_path):
+    """A run that was trained with torch.compile is found again without."""
+    x, y = problem()
+    config = dataclasses.replace(FEW, epochs=2)
+    calls = []
+
+    def backend(graph, examples):
+        def run(*inputs):
+            calls.append(1)
+            return graph(*inputs)
+
+        return run
+
+    begun = network()
+    sparsevd.fit(torch.compile(begun, backend=backend), (x, y), None, config, progress=False, run_dir=tmp_path)
+    assert len(calls) >= 2 * len(x) // FEW.batch_size
+    again = network()
+    sparsevd.fit(again, (x, y), None, config, progress=False, run_dir=tmp_path, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(begun.parameters(), again.parameters(), strict=True))

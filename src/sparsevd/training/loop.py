@@ -187,7 +187,7 @@ class Loop:
         self._looked = not is_noisy(self.model)  # at a pass, for weights that are read outside of their layer
         # Of a step; what is measured, a budget above all, is float32 in any case.
         self._forward = in_bfloat16(task.forward, task.device.type) if task.config.autocast else task.forward
-        self._averaging = Averaging(self.model, self._forward) if self.team.size > 1 else None
+        self._averaging = Averaging(task.called, self._forward) if self.team.size > 1 else None
         self._noisy = True  # in the last step
         self._recurrent = bool(recurrent_layers(self.model))  # asked once: small networks take many steps
         self._heard = False  # that one of several processes was interrupted
@@ -361,7 +361,7 @@ class Loop:
             self._pass_over(remaining)
             torch.set_rng_state(rng)
             self._seed_noise()
-        if not self._looked and (self.schedule.makes_smaller() or first_look.holds_compiled(self.model)):
+        if not self._looked and (self.schedule.makes_smaller() or first_look.holds_compiled(self.task.called)):
             remaining = self._looked_at(remaining)
         with self.schedule.epoch(self.optimizer):
             parameters = list(self.model.parameters())
@@ -467,7 +467,7 @@ class Loop:
             if text := first_look.mark(self.model, seen):
                 warnings.warn(text, SparseVDWarning, stacklevel=6)
             return output
-        return self._forward(self.model, x) if self._averaging is None else self._averaging(x)
+        return self._forward(self.task.called, x) if self._averaging is None else self._averaging(x)
 
     def _finish_epoch(self, first: list[Share], begun: float) -> None:
         """After the last step of an epoch: measure, drop what is superfluous, write it all down."""

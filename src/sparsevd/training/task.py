@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sparsevd.errors import ArgumentError
+from sparsevd.layers.wrapping import bare_model, is_compiled
 from sparsevd.posterior import is_noisy
 from sparsevd.training.data import Batch, Data, Taught, checked, examples_per_epoch, known_sizes, number_of_examples
 from sparsevd.training.evaluation import Loss, Metric, device_of
@@ -35,6 +36,9 @@ class Task:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
+        self.called = self.model  # in a step; all else, the names in a checkpoint above all, is of the network inside
+        if is_compiled(self.model):
+            self.model = bare_model(self.model)
         self.train = checked(self.train, "train")
         self.val = checked(self.val, "val") if self.val is not None else None
         if self.metric is not None and self.val is None:
