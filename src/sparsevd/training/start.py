@@ -119,15 +119,7 @@ def begin(
     harm = _Harm(measured, before)
     if config.noise is False and before.error is not None:
         harm = _harm_to_held_out_data(task) or harm
-    rate = LEARNING_RATE
-    while rate > SMALLEST_RATE:
-        begun = time.monotonic()
-        if _survives(task, config, rate, steps, training, harm):
-            break
-        if (seconds := time.monotonic() - begun) > LONG:
-            say(f"learning_rate={rate:g} harms a copy of the network; trying half of it (about {seconds:.0f} s)")
-        rate /= 2
-    harmless = rate
+    rate = harmless = _harmless_rate(task, config, steps, training, harm, say)
     if config.noise is False and harm.bearable is None:
         rate = min(LEARNING_RATE, (BOLD if before.error is None else BOLD_FOR_CLASSES) * rate)
     noise = min(FASTEST_NOISE, max(config.log_sigma2_lr_ratio * LEARNING_RATE, TRAVEL / steps))
@@ -145,6 +137,21 @@ def begin(
     error = f"error {before.error:.2f} %" if before.error is not None else f"loss {before.loss:.3g}"
     text = f"the network predicts already ({error} on {BATCHES} training batches): learning_rate={rate:g}{why}"
     return Start(chosen, knows, f"{text}. {said}" if said else text)
+
+
+def _harmless_rate(
+    task: Task, config: FitConfig, steps: int, training: list[Batch], harm: "_Harm", say: Callable[[str], None]
+) -> float:
+    """The recipe's rate, or half of it and so on."""
+    rate = LEARNING_RATE
+    while rate > SMALLEST_RATE:
+        begun = time.monotonic()
+        if _survives(task, config, rate, steps, training, harm):
+            break
+        if (seconds := time.monotonic() - begun) > LONG:
+            say(f"learning_rate={rate:g} harms a copy of the network; trying half of it (about {seconds:.0f} s)")
+        rate /= 2
+    return rate
 
 
 @torch.no_grad()
