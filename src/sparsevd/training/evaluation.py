@@ -108,9 +108,11 @@ def elbo(
     """
     if n_train is not None and (isinstance(n_train, bool) or not isinstance(n_train, int) or n_train < 1):
         raise ArgumentError(f"n_train={n_train!r} must be a positive integer")
-    train = checked(train, "train")
-    n = n_train or (counted_in(loss, train[1]) if isinstance(train, tuple) else size(train, "train"))
-    return bound_on(model, _passed(train), loss, n, forward)
+    examples = 0 if n_train else size(checked(train, "train"), "train")
+    with _only_noisy(model, noisy_modules(model).values()):
+        sums = _sums(model, _passed(train), loss, forward)
+        n = n_train or examples * sums.targets_of_one  # a loader may leave out the last, incomplete batch
+        return -(n * sums.evaluation().loss + kl(model).item())
 
 
 @torch.no_grad()
@@ -146,10 +148,16 @@ def device_of(model: nn.Module) -> torch.device:
     raise ArgumentError(f"{type(model).__name__} has no parameters")
 
 
-@torch.no_grad()
 def _average(
     model: nn.Module, data: Iterable[Batch], loss: Loss, forward: Forward = call, metric: Metric | None = None
 ) -> Evaluation:
+    return _sums(model, data, loss, forward, metric).evaluation()
+
+
+@torch.no_grad()
+def _sums(
+    model: nn.Module, data: Iterable[Batch], loss: Loss, forward: Forward = call, metric: Metric | None = None
+) -> "_Sums":
     device = device_of(model)
     sums = _Sums(loss, metric)
     for x, y in data:
@@ -157,7 +165,7 @@ def _average(
         with one_sample(model):
             output = forward(model, x)
         sums.add(output, y)
-    return sums.evaluation()
+    return sums
 
 
 class _Sums:
@@ -186,6 +194,11 @@ class _Sums:
         missed, classified = found or (0, 0)
         self._missed += missed
         self._classified += classified
+
+    @property
+    def targets_of_one(self) -> float:
+        """How many an example has, in the mean."""
+        return self._targets / max(1, self._examples)
 
     def evaluation(self) -> Evaluation:
         if self._examples == 0:
