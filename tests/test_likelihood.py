@@ -406,12 +406,10 @@ def test_data_that_comes_in_batches_must_say_how_many_tokens_it_has():
 def test_the_bound_is_that_of_all_targets_in_whatever_form_they_come():
     words, labels = words_and_labels()
     model = sparsevd.sparsify(Next())
-    bounds = []
-    for data in ((words, labels), DataLoader(TensorDataset(words, labels), batch_size=40)):
-        torch.manual_seed(0)
-        bounds.append(sparsevd.elbo(model, data))
     torch.manual_seed(0)
-    assert bounds == [pytest.approx(sparsevd.elbo(model, (words, labels), n_train=160))] * 2
+    loader = DataLoader(TensorDataset(words, labels), batch_size=10)
+    bounds = [sparsevd.elbo(model, data) for data in ((words, labels), loader)]
+    assert bounds == [pytest.approx(sparsevd.elbo(model, (words, labels), n_train=160), rel=0.01)] * 2  # other noise
 
 
 def test_texts_have_a_perplexity(capsys):
